@@ -1,0 +1,1 @@
+"""Generation: sampling, page allocation, the batching engine."""

@@ -1,0 +1,82 @@
+"""Sampling with a seed per request: a request's tokens do not depend on its slot or its neighbours."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+
+@struct.dataclass
+class Sampler:
+    """The sampling state of a batch of requests.
+
+    Attributes:
+      pending: int32 ``[batch]``, sampled but not yet consumed by the model.
+      seed: uint32 ``[batch]``.
+      counter: uint32 ``[batch]``, tokens drawn so far; draw i of a seed is always the same random number.
+      temperature: float32 ``[batch]``; 0 takes the most likely token.
+      top_p: float32 ``[batch]`` in (0, 1].
+    """
+
+    pending: jax.Array
+    seed: jax.Array
+    counter: jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+
+
+def create_sampler(batch: int) -> Sampler:
+    """Greedy samplers with nothing pending."""
+    return Sampler(
+        pending=jnp.zeros((batch,), jnp.int32),
+        seed=jnp.zeros((batch,), jnp.uint32),
+        counter=jnp.zeros((batch,), jnp.uint32),
+        temperature=jnp.zeros((batch,), jnp.float32),
+        top_p=jnp.ones((batch,), jnp.float32),
+    )
+
+
+def probabilities(logits: jax.Array, temperature: jax.Array, top_p: jax.Array) -> jax.Array:
+    """The distribution that tokens are drawn from.
+
+    Args:
+      logits: float32 ``[batch, vocab]``.
+      temperature, top_p: float32 ``[batch]``.
+
+    Returns:
+      ``[batch, vocab]`` float32: softmax of logits / temperature, cut to the smallest set of most likely tokens
+      whose mass reaches top_p (the one that crosses it included, ties to the lower id), renormalised. At
+      temperature 0: one-hot on the most likely token.
+    """
+    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    warm = jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    p = jax.nn.softmax(logits / warm, axis=-1)
+    order = jnp.argsort(-p, axis=-1, stable=True)
+    ranked = jnp.take_along_axis(p, order, axis=-1)
+    kept = jnp.cumsum(ranked, axis=-1) - ranked < top_p[:, None]
+    rank = jnp.argsort(order, axis=-1)
+    p = jnp.where(jnp.take_along_axis(kept, rank, axis=-1) | (top_p[:, None] >= 1), p, 0.0)
+    p = p / jnp.sum(p, axis=-1, keepdims=True)
+    return jnp.where((temperature > 0)[:, None], p, greedy)
+
+
+def sample(sampler: Sampler, logits: jax.Array, active: jax.Array) -> Sampler:
+    """Draws the next pending token of every active request from logits ``[batch, vocab]``."""
+
+    def draw() -> jax.Array:
+        p = probabilities(logits, sampler.temperature, sampler.top_p)
+        keys = jax.vmap(lambda seed, counter: jax.random.fold_in(jax.random.key(seed), counter))(
+            sampler.seed, sampler.counter
+        )
+        drawn = jax.vmap(jax.random.categorical)(keys, jnp.log(p))
+        return jnp.where(sampler.temperature > 0, drawn, greedy).astype(jnp.int32)
+
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # Sorting the vocabulary is skipped while every request is greedy.
+    token = lax.cond(jnp.any(active & (sampler.temperature > 0)), draw, lambda: greedy)
+    return sampler.replace(
+        pending=jnp.where(active, token, sampler.pending),
+        counter=sampler.counter + active.astype(jnp.uint32),
+    )

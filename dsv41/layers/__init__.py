@@ -1,0 +1,1 @@
+"""Linen modules and the equations between them: parameters only, no state."""

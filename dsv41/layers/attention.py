@@ -1,0 +1,123 @@
+"""CSA2 attention in its four modes: window only, Full, Reindex, Reuse (model.md, 'Attention, every layer')."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from dsv41.layer_table import LayerKind, Mode
+from dsv41.layers.compressor import Compressor
+from dsv41.layers.flow import Flow, LayerInputs, Step
+from dsv41.layers.indexer import Indexer
+from dsv41.layers.linear import Linear, RMSNorm, declare, declare_matrix
+from dsv41.numerics.rotary import rotate
+from dsv41.settings import Settings
+from dsv41.state.memory import source_view
+from dsv41.state.tail import Projections
+from pallas_kernels.block_linear import decode_blocks
+from pallas_kernels.formats import Packed
+from pallas_kernels.sparse_attention import sparse_attention
+
+
+class AttentionOutput(NamedTuple):
+    """Output ``[batch, query, d]`` and the window entries ``[batch, query, width']`` of the step's tokens."""
+
+    y: jax.Array
+    entries: Packed
+
+
+class GroupedOutput(nn.Module):
+    """W_oa: each of the ``o_groups`` groups of heads has its own block [o_lora, group width].
+
+    Stored in FP8 like the dense linears, but multiplied out in the activation dtype, its input unrounded.
+    """
+
+    settings: Settings
+
+    def setup(self):
+        text = self.settings.text
+        width = text.num_attention_heads // text.o_groups * text.head_dim
+        shape = (text.o_groups * text.o_lora_rank, width)
+        self.weight, self.scale = declare_matrix(self, self.settings, shape, ("o_groups", None), quantised=True)
+
+    def __call__(self, heads: jax.Array) -> jax.Array:
+        """``[batch, query, heads, head_dim]`` to ``[batch, query, o_groups · o_lora]``."""
+        groups = self.settings.text.o_groups
+        x = rearrange(heads, "b s (g h) d -> b s g (h d)", g=groups)
+        weight = rearrange(decode_blocks(self.weight, self.scale, x.dtype), "(g o) i -> g o i", g=groups)
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        y = jnp.einsum("bsgi,goi->bsgo", x, weight, precision=precision, preferred_element_type=jnp.float32)
+        return rearrange(y, "b s g o -> b s (g o)").astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """One attention sub-layer; what it computes beyond the window depends on ``kind.mode``."""
+
+    settings: Settings
+    kind: LayerKind
+
+    def setup(self):
+        settings, text = self.settings, self.settings.text
+        heads = text.num_attention_heads * text.head_dim
+        self.wq_a = Linear(settings, text.q_lora_rank, text.hidden_size, ("q_lora", "embed"))
+        self.q_norm = RMSNorm(settings, text.q_lora_rank, "q_lora")
+        self.wq_b = Linear(settings, heads, text.q_lora_rank, ("heads", "q_lora"))
+        self.wkv = Linear(settings, text.head_dim, text.hidden_size, ("head_dim", "embed"))
+        self.kv_norm = RMSNorm(settings, text.head_dim, "head_dim")
+        self.attn_sink = declare(self, "attn_sink", (text.num_attention_heads,), jnp.float32, ("heads",))
+        self.wo_a = GroupedOutput(settings)
+        self.wo_b = Linear(settings, text.hidden_size, text.o_groups * text.o_lora_rank, ("embed", "o_groups"))
+        if self.kind.mode is Mode.FULL:
+            self.compressor = Compressor(settings, self.kind.ratio)
+        if self.kind.selects:
+            self.indexer = Indexer(settings, self.kind)
+
+    def write_memory(self, x: jax.Array, flow: Flow, inputs: LayerInputs, step: Step) -> tuple[Flow, Projections | None]:
+        """Full layers: appends the entries that the step's tokens complete.
+
+        Args:
+          x: the layer's normalised input ``[batch, query, d]``.
+
+        Returns:
+          the flow with its memory extended, and the tokens' projections for the tail (None for ratio 1).
+        """
+        groups = self.compressor(x, inputs, step)
+        keys = self.indexer.keys(groups.latents, groups.rope)
+        memory = self.compressor.append(flow.memory[self.kind.ratio], groups, keys, inputs, step)
+        return flow.replace(memory={**flow.memory, self.kind.ratio: memory}), groups.projections
+
+    def __call__(self, x: jax.Array, flow: Flow, inputs: LayerInputs, step: Step) -> tuple[Flow, AttentionOutput]:
+        """Attends from the step's tokens.
+
+        Args:
+          x: the layer's normalised input ``[batch, query, d]``.
+          flow: carries the memory and the selection of the last index source.
+
+        Returns:
+          the flow (with a new selection if this layer selects) and the output.
+        """
+        text, formats = self.settings.text, self.settings.formats
+        rope = step.rope_window if self.kind.mode is Mode.WINDOW else step.rope_csa
+        low_rank = self.q_norm(self.wq_a(x))
+        queries = rearrange(self.wq_b(low_rank), "b s (h d) -> b s h d", h=text.num_attention_heads)
+        queries = rotate(queries, jax.tree.map(lambda t: t[:, :, None], rope))
+        entries = formats.window.encode(rotate(self.kv_norm(self.wkv(x)), rope))
+
+        if self.kind.selects:
+            flow = self.indexer.select(x, low_rank, flow, inputs, step)
+        pool, page_table, chosen = None, None, None
+        if self.kind.mode is not Mode.WINDOW:
+            pool, page_table = source_view(flow.memory[self.kind.ratio].main, step.page_table, inputs.source_slot)
+            chosen = flow.selection
+
+        local = inputs.ring.map(lambda ring, new: jnp.concatenate([ring, new], axis=1), entries)
+        heads = sparse_attention(
+            queries, local, formats.window, step.local_valid, pool, formats.main_kv, page_table, chosen, self.attn_sink,
+            window=text.sliding_window, scale=text.head_dim**-0.5, probability_dtype=self.settings.dtype,
+        )
+        heads = rotate(heads, jax.tree.map(lambda t: t[:, :, None], rope), inverse=True)
+        return flow, AttentionOutput(self.wo_b(self.wo_a(heads)), entries)

@@ -1,0 +1,102 @@
+"""Engram: hashed n-gram memory, added to the streams before a layer reads them (model.md, 'Engram').
+
+The addresses depend on tokens only. So everything but the gate (table rows, keys, values) is computed for all
+Engram layers before the first layer runs, and the loop over layers only applies the gate.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+
+from dsv41.layers.linear import Linear, declare
+from dsv41.settings import Settings
+from pallas_kernels.formats import FP8_E8M0, Packed
+
+_STATISTICS_EPS = 1e-20
+_GATE_FLOOR = 1e-6
+
+
+class EngramInputs(NamedTuple):
+    """What the gate needs, for one Engram layer or stacked over all of them.
+
+    Attributes:
+      keys: ``[..., batch, query, C, d]``.
+      value: ``[..., batch, query, d]``, shared by the copies.
+      weight: q·k of the gate, ``[..., C, d]`` float32.
+    """
+
+    keys: jax.Array
+    value: jax.Array
+    weight: jax.Array
+
+
+class EngramTable(nn.Module):
+    """The hashed table: ``rows`` of ``engram_head_dim`` values, FP8 with a power-of-two scale per 32."""
+
+    settings: Settings
+    rows: int
+
+    def setup(self):
+        width, axes = self.settings.text.engram_head_dim, ("engram_rows", None)
+        if self.settings.packed_weights:
+            self.weight = declare(self, "weight", (self.rows, width), jnp.float8_e4m3fn, axes)
+            self.scale = declare(self, "scale", (self.rows, width // FP8_E8M0.block), jnp.uint8, axes)
+        else:
+            self.weight = declare(self, "weight", (self.rows, width), self.settings.dtype, axes)
+            self.scale = None
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Rows of ids ``[..., columns]`` as ``[..., columns · width]`` in the activation dtype."""
+        rows = self.weight[ids]
+        if self.scale is not None:
+            rows = FP8_E8M0.decode(Packed(rows, self.scale[ids]), self.settings.dtype)
+        return rearrange(rows, "... columns width -> ... (columns width)")
+
+
+class Engram(nn.Module):
+    """One Engram layer: table, projection to C keys and a value, gate weights."""
+
+    settings: Settings
+    rows: int
+
+    def setup(self):
+        text = self.settings.text
+        self.embed = EngramTable(self.settings, self.rows)
+        features = text.engram_columns * text.engram_head_dim
+        self.wkv = Linear(self.settings, (text.hc_mult + 1) * text.hidden_size, features, ("embed", None))
+        shape = (text.hc_mult, text.hidden_size)
+        self.q_weight = declare(self, "q_weight", shape, self.settings.dtype, (None, "embed"))
+        self.k_weight = declare(self, "k_weight", shape, self.settings.dtype, (None, "embed"))
+
+    def __call__(self, ids: jax.Array) -> EngramInputs:
+        """Looks up and projects row ids ``[batch, query, columns]``."""
+        text = self.settings.text
+        projected = self.wkv(self.embed(ids))
+        keys, value = jnp.split(projected, [text.hc_mult * text.hidden_size], axis=-1)
+        keys = rearrange(keys, "b s (c d) -> b s c d", c=text.hc_mult)
+        return EngramInputs(keys, value, self.q_weight.astype(jnp.float32) * self.k_weight.astype(jnp.float32))
+
+
+def engram_gate(streams: jax.Array, inputs: EngramInputs, is_text: jax.Array) -> jax.Array:
+    """The gate ``[batch, query, C]`` float32 of streams ``[batch, query, C, d]``; 0 where ``is_text`` is False."""
+    h, key = streams.astype(jnp.float32), inputs.keys.astype(jnp.float32)
+    dot = jnp.sum(h * inputs.weight * key, axis=-1)
+    s = dot * _inverse_rms(h) * _inverse_rms(key) / jnp.sqrt(jnp.float32(h.shape[-1]))
+    gate = nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(s), _GATE_FLOOR)), s))
+    return jnp.where(is_text[..., None], gate, 0.0)
+
+
+def _inverse_rms(x: jax.Array) -> jax.Array:
+    return lax.rsqrt(jnp.mean(jnp.square(x), axis=-1) + _STATISTICS_EPS)
+
+
+def add_engram(streams: jax.Array, inputs: EngramInputs, gate: jax.Array) -> jax.Array:
+    """h_c + gate_c · value, in float32, returned in the streams' dtype."""
+    added = gate[..., None] * inputs.value.astype(jnp.float32)[..., None, :]
+    return (streams.astype(jnp.float32) + added).astype(streams.dtype)

@@ -1,0 +1,79 @@
+"""The indexer: which global entries each query attends to (model.md, 'Indexer')."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from dsv41.layer_table import LayerKind, Mode
+from dsv41.layers.flow import Flow, LayerInputs, RotaryTable, Step
+from dsv41.layers.linear import Linear, RMSNorm
+from dsv41.numerics.rotary import rotate
+from dsv41.settings import Settings
+from dsv41.state.memory import source_view
+from pallas_kernels.index_select import BlockSelection, index_reselect, index_select
+
+
+class Indexer(nn.Module):
+    """Index queries of every index source; index keys too where the layer is a KV source."""
+
+    settings: Settings
+    kind: LayerKind
+
+    def setup(self):
+        settings, text = self.settings, self.settings.text
+        heads, width = text.index_n_heads, text.index_head_dim
+        self.wq_b = Linear(settings, heads * width, text.q_lora_rank, ("index_heads", "q_lora"))
+        self.weights_proj = Linear(settings, heads, text.hidden_size, ("index_heads", "embed"), quantised=False)
+        if self.kind.mode is Mode.FULL:
+            self.wk = Linear(settings, width, text.head_dim, (None, "head_dim"), quantised=False)
+            self.k_norm = RMSNorm(settings, width)
+
+    def keys(self, latents: jax.Array, rope: RotaryTable) -> jax.Array:
+        """Index keys ``[batch, groups, index_head_dim]`` of unrotated, unrounded latents, not yet rounded."""
+        return rotate(self.k_norm(self.wk(latents)), rope)
+
+    def queries(self, x: jax.Array, low_rank: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
+        """Rounded index queries ``[batch, query, index_heads, index_head_dim]`` and head weights, float32."""
+        text = self.settings.text
+        q = rearrange(self.wq_b(low_rank), "b s (h d) -> b s h d", h=text.index_n_heads)
+        q = rotate(q, jax.tree.map(lambda t: t[:, :, None], step.rope_csa))
+        q = self.settings.formats.index_queries.round(q).astype(jnp.float32)
+        weights = self.weights_proj(x).astype(jnp.float32)
+        return q, weights * (text.index_head_dim**-0.5 * text.index_n_heads**-0.5)
+
+    def select(self, x: jax.Array, low_rank: jax.Array, flow: Flow, inputs: LayerInputs, step: Step) -> Flow:
+        """Chooses the best visible entries (inside the pool, for a Reindex layer above the pool's source).
+
+        Args:
+          x: the layer's normalised input ``[batch, query, d]``; low_rank: its query latent [.., q_lora].
+
+        Returns:
+          the flow with the new selection and, from the pool's source, the new candidate blocks.
+        """
+        text, fmt = self.settings.text, self.settings.formats.index_keys
+        queries, weights = self.queries(x, low_rank, step)
+        pool, page_table = source_view(flow.memory[self.kind.ratio].index, step.page_table, inputs.source_slot)
+        visible = jnp.where(step.valid, (step.positions + 1) // self.kind.ratio, 0)
+        common = (queries, weights, pool, fmt, page_table, visible)
+        blocks = flow.blocks
+        if self.kind.uses_pool:
+            entries = index_reselect(*common, blocks, text.candidate_block_size, text.index_topk)
+        else:
+            wanted = BlockSelection(text.candidate_block_size, text.candidate_topk_blocks)
+            chosen = index_select(*common, text.index_topk, wanted if self.kind.makes_pool else None)
+            entries = chosen.indices
+            if self.kind.makes_pool:
+                blocks = chosen.blocks
+        self.sow("intermediates", "index_queries", queries)
+        self.sow("intermediates", "index_weights", weights)
+        self.sow("intermediates", "topk", entries)
+        if self.kind.makes_pool:
+            self.sow("intermediates", "candidate_blocks", blocks)
+        if step.forced is not None:
+            entries = step.forced.entries[inputs.index_slot]
+            if self.kind.makes_pool and step.forced.blocks is not None:
+                blocks = step.forced.blocks
+        return flow.replace(selection=entries, blocks=blocks)

@@ -1,0 +1,97 @@
+"""The smallest modules: linear maps as the checkpoint stores them, and RMSNorm."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dsv41.settings import Settings
+from pallas_kernels.block_linear import block_linear
+from pallas_kernels.formats import DenseFormat
+
+Axes = tuple[str | None, ...]
+
+
+def declare(module: nn.Module, name: str, shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes) -> jax.Array:
+    """Declares a parameter with its logical axes.
+
+    Initial values are zeros: real ones come from a checkpoint or from :mod:`dsv41.checkpoint.random`, which
+    fill the tree that these declarations describe.
+    """
+    return module.param(name, nn.with_logical_partitioning(nn.initializers.zeros, axes), shape, dtype)
+
+
+class Linear(nn.Module):
+    """y = x·Wᵀ with W in the public orientation [out, in], no bias.
+
+    Attributes:
+      axes: logical names of (out, in).
+      quantised: the checkpoint stores W as FP8 with a scale per 32×32 block, and x is rounded to FP8 first.
+    """
+
+    settings: Settings
+    out_features: int
+    in_features: int
+    axes: tuple[str | None, str | None]
+    quantised: bool = True
+
+    def setup(self):
+        self.weight, self.scale = declare_matrix(self, self.settings, (self.out_features, self.in_features), self.axes,
+                                                 self.quantised)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., in]`` to ``[..., out]`` in x's dtype, accumulated in float32 (model.md, 'Numbers')."""
+        rounding = self.settings.formats.activations if self.quantised else DenseFormat(x.dtype.name)
+        return block_linear(x, self.weight, self.scale, activation_fmt=rounding)
+
+
+def declare_matrix(
+    module: nn.Module, settings: Settings, shape: tuple[int, int], axes: Axes, quantised: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Declares ``weight`` and, where the matrix is kept in FP8, ``scale`` (E8M0 bytes per 32×32 block)."""
+    if quantised and settings.packed_weights:
+        rows, columns = settings.config.quantization.weight_block_size
+        weight = declare(module, "weight", shape, jnp.float8_e4m3fn, axes)
+        return weight, declare(module, "scale", (shape[0] // rows, shape[1] // columns), jnp.uint8, axes)
+    return declare(module, "weight", shape, settings.dtype, axes), None
+
+
+class WideLinear(nn.Module):
+    """y = x·Wᵀ in float32 throughout, whatever W is stored as (router, compressor, head)."""
+
+    settings: Settings
+    out_features: int
+    in_features: int
+    axes: tuple[str | None, str | None]
+
+    def setup(self):
+        shape = (self.out_features, self.in_features)
+        self.weight = declare(self, "weight", shape, self.settings.dtype, self.axes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., in]`` to ``[..., out]`` float32."""
+        return matmul(x.astype(jnp.float32), self.weight.astype(jnp.float32))
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x ``[..., in]`` times weight ``[out, in]`` transposed: float32, at full precision on every back end."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
+
+
+class RMSNorm(nn.Module):
+    """x · rsqrt(mean(x²) + eps) · weight, in float32, returned in x's dtype."""
+
+    settings: Settings
+    width: int
+    axis: str | None = None
+
+    def setup(self):
+        self.weight = declare(self, "weight", (self.width,), self.settings.dtype, (self.axis,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.settings.text.rms_norm_eps)
+        return (wide * inverse * self.weight.astype(jnp.float32)).astype(x.dtype)

@@ -1,0 +1,132 @@
+"""Mixture of experts: sqrt-softplus router with a text and an image bias, routed and shared experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+
+from dsv41.layers.linear import Linear, declare, matmul
+from dsv41.settings import Settings
+from pallas_kernels.expert_matmul import ExpertWeights, expert_matmul
+from pallas_kernels.formats import FP4_E8M0
+
+
+class Routing(NamedTuple):
+    """Chosen experts ``[..., k]`` int32, best first, and their weights ``[..., k]`` float32."""
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+class Router(nn.Module):
+    """√softplus(x·Gᵀ); the bias chooses, the unbiased scores weigh (model.md, 'MoE')."""
+
+    settings: Settings
+    num_experts: int
+    chosen: int
+
+    def setup(self):
+        shape = (self.num_experts, self.settings.text.hidden_size)
+        self.weight = declare(self, "weight", shape, self.settings.dtype, ("experts", "embed"))
+        self.bias = declare(self, "bias", (self.num_experts,), jnp.float32, ("experts",))
+        self.bias_vl = declare(self, "bias_vl", (self.num_experts,), jnp.float32, ("experts",))
+
+    def __call__(self, x: jax.Array, is_image: jax.Array) -> Routing:
+        """Routes ``[batch, query, d]``; positions with ``is_image`` [batch, query] choose by the image bias."""
+        logits = matmul(x.astype(jnp.float32), self.weight.astype(jnp.float32))
+        scores = jnp.sqrt(nn.softplus(logits))
+        bias = jnp.where(is_image[..., None], self.bias_vl, self.bias)
+        _, experts = lax.top_k(scores + bias, self.chosen)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return Routing(experts, weights * self.settings.text.routed_scaling_factor)
+
+
+class ExpertMatrix(nn.Module):
+    """One of the three matrices of all routed experts, FP4 or plain: ``[experts, out, in]``."""
+
+    settings: Settings
+    num_experts: int
+    out_features: int
+    in_features: int
+    axes: tuple[str | None, str | None]
+
+    def setup(self):
+        lead, axes = (self.num_experts, self.out_features), ("experts", *self.axes)
+        if self.settings.packed_weights:
+            packed, scales = FP4_E8M0.payload_width(self.in_features), FP4_E8M0.scale_width(self.in_features)
+            self.weight = declare(self, "weight", (*lead, packed), jnp.uint8, axes)
+            self.scale = declare(self, "scale", (*lead, scales), jnp.uint8, axes)
+        else:
+            self.weight = declare(self, "weight", (*lead, self.in_features), self.settings.dtype, axes)
+            self.scale = None
+
+    def __call__(self) -> ExpertWeights:
+        return ExpertWeights(self.weight, self.scale)
+
+
+class Experts(nn.Module):
+    """The routed experts: w1 (gate), w3 (up), w2 (down), stacked."""
+
+    settings: Settings
+    num_experts: int
+
+    def setup(self):
+        text = self.settings.text
+        wide, inner = text.hidden_size, text.moe_intermediate_size
+        self.w1 = ExpertMatrix(self.settings, self.num_experts, inner, wide, ("expert_mlp", "embed"))
+        self.w3 = ExpertMatrix(self.settings, self.num_experts, inner, wide, ("expert_mlp", "embed"))
+        self.w2 = ExpertMatrix(self.settings, self.num_experts, wide, inner, ("embed", "expert_mlp"))
+
+    def __call__(self, x: jax.Array, routing: Routing) -> jax.Array:
+        """Σ over the chosen experts for rows ``[rows, d]``: ``[rows, d]`` float32."""
+        return expert_matmul(
+            x, routing.experts, routing.weights, self.w1(), self.w3(), self.w2(),
+            limit=self.settings.text.swiglu_limit, activation_fmt=self.settings.formats.activations,
+        )
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token passes, without a routing weight."""
+
+    settings: Settings
+
+    def setup(self):
+        text = self.settings.text
+        inner = text.moe_intermediate_size * text.n_shared_experts
+        self.w1 = Linear(self.settings, inner, text.hidden_size, ("mlp", "embed"))
+        self.w3 = Linear(self.settings, inner, text.hidden_size, ("mlp", "embed"))
+        self.w2 = Linear(self.settings, text.hidden_size, inner, ("embed", "mlp"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        limit = self.settings.text.swiglu_limit
+        gate = jnp.minimum(self.w1(x).astype(jnp.float32), limit)
+        up = jnp.clip(self.w3(x).astype(jnp.float32), -limit, limit)
+        return self.w2((nn.silu(gate) * up).astype(x.dtype))
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, routed experts and shared expert; sums in float32."""
+
+    settings: Settings
+    num_experts: int
+    chosen: int
+
+    def setup(self):
+        self.gate = Router(self.settings, self.num_experts, self.chosen)
+        self.experts = Experts(self.settings, self.num_experts)
+        self.shared_experts = SharedExpert(self.settings)
+
+    def __call__(self, x: jax.Array, is_image: jax.Array, valid: jax.Array) -> tuple[jax.Array, Routing]:
+        """``[batch, query, d]`` to the same; rows that are not ``valid`` [batch, query] reach no expert."""
+        routing = self.gate(x, is_image)
+        # Expert number `num_experts` is nobody: padded rows cost no expert and cannot reach live ones.
+        sent = Routing(jnp.where(valid[..., None], routing.experts, self.num_experts), routing.weights)
+        flat = Routing(*(rearrange(r, "b s k -> (b s) k") for r in sent))
+        y = self.experts(rearrange(x, "b s d -> (b s) d"), flat).reshape(x.shape)
+        return (y + self.shared_experts(x).astype(jnp.float32)).astype(x.dtype), routing

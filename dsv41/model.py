@@ -1,0 +1,222 @@
+"""DeepSeek-V4.1-Flash: a causal encoder whose outputs become the memory that the decoder attends to.
+
+    tokens ──► embedding ──► C residual streams
+                                  │  encoder, layers 0 … E−1: window attention, and CSA2 over the global entries
+                                  │  of its KV sources; Engram adds hashed n-gram memory before some layers
+                                  ▼
+                  encoder outputs (streams + mix) ──► the decoder's global entries  (`project`)
+                                  │  decoder, layers E … L−1: window attention, and CSA2 over those entries
+                                  ▼
+                         mix of streams ──► RMSNorm ──► head ──► logits
+
+The split matters because every position must pass the encoder, but only positions whose logits or window entries
+are wanted must pass the decoder: a prompt's decoder pass may be bounded to its last W tokens (replay).
+
+Modules own parameters, requests own state: :meth:`Model.encode` and :meth:`Model.decode` read a
+:class:`~dsv41.state.request.ModelState` and return what their tokens add to it; nothing is kept here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dsv41.layers.engram import Engram, EngramInputs
+from dsv41.layers.flow import Flow, ForcedSelection, Step
+from dsv41.layers.linear import RMSNorm, WideLinear, declare
+from dsv41.layers.mhc import first_mix, mix_streams
+from dsv41.layers.stack import Stack, concatenate
+from dsv41.numerics.ngram_hash import hash_ids, lookback, ngram_hash
+from dsv41.numerics.rotary import csa_frequencies, rotary_table, window_frequencies
+from dsv41.settings import Settings
+from dsv41.state.request import EncoderDelta, ModelState, Segment
+from dsv41.state.ring import Ring, in_position_order
+from pallas_kernels.formats import Packed
+
+
+@struct.dataclass
+class TokenBatch:
+    """The tokens of one step, padded to a common width.
+
+    Attributes:
+      tokens: int32 ``[batch, query]``; what stands beyond ``count`` is ignored.
+      count: int32 ``[batch]``, live tokens of each row (0: an inactive slot).
+      is_image: bool ``[batch, query]``, positions of image spans (markers included); None without pictures.
+      embeddings: ``[batch, query, d]``, used instead of the embedding at image positions; None without pictures.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    is_image: jax.Array | None = None
+    embeddings: jax.Array | None = None
+
+
+class Decoded(NamedTuple):
+    """What the decoder makes of a segment.
+
+    Attributes:
+      hidden: ``[batch, query, d]``, normalised, input of the head.
+      taps: ``[target layers, batch, query, d]``, what DSpark reads.
+      entries: window entries, leaves ``[decoder layers, batch, query, width']``.
+    """
+
+    hidden: jax.Array
+    taps: jax.Array
+    entries: Packed
+
+
+class Embedding(nn.Module):
+    """Token embeddings ``[vocab, d]``."""
+
+    settings: Settings
+
+    def setup(self):
+        text = self.settings.text
+        self.weight = declare(self, "weight", (text.vocab_size, text.hidden_size), self.settings.dtype,
+                              ("vocab", "embed"))
+
+    def __call__(self, tokens: jax.Array, valid: jax.Array) -> jax.Array:
+        """``[batch, query]`` to ``[batch, query, d]``; zeros where not ``valid``, whatever the token there."""
+        rows = self.weight[jnp.where(valid, tokens, 0)]
+        return jnp.where(valid[..., None], rows, 0)
+
+
+class Model(nn.Module):
+    """The text model. Parameters under the names of the public checkpoint, stacked along loops.
+
+    The collection ``constants`` holds ``token_map`` int32 ``[vocab]``: token ids to compressed ids (Engram).
+    """
+
+    settings: Settings
+
+    def setup(self):
+        settings, text, table = self.settings, self.settings.text, self.settings.table
+        self.embed = Embedding(settings)
+        self.encoder = Stack(settings, table.encoder, appends=True)
+        self.decoder = Stack(settings, table.decoder, appends=False)
+        self.engram = {
+            str(layer): Engram(settings, rows)
+            for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True)
+        }
+        self.norm = RMSNorm(settings, text.hidden_size, "embed")
+        self.head = WideLinear(settings, text.vocab_size, text.hidden_size, ("vocab", "embed"))
+        self.token_map = self.variable("constants", "token_map", jnp.zeros, (text.vocab_size,), jnp.int32)
+
+    def encode(
+        self, state: ModelState, batch: TokenBatch, write_from: jax.Array | None = None,
+        forced: ForcedSelection | None = None,
+    ) -> tuple[Segment, EncoderDelta]:
+        """Passes tokens through the encoder and projects its outputs into the decoder's global memory.
+
+        Args:
+          write_from: int32 ``[batch]``, positions below it have their global entries already (an encoder replay
+            over a prefix hit); a multiple of every ratio. None: none has.
+
+        Returns:
+          the encoder outputs, and what the pass adds to the state.
+        """
+        queries = batch.tokens.shape[1]
+        valid = jnp.arange(queries) < batch.count[:, None]
+        is_image = jnp.zeros_like(valid) if batch.is_image is None else batch.is_image & valid
+        ids = jnp.where(valid & ~is_image, self.token_map.value[jnp.where(valid, batch.tokens, 0)], -1)
+        seen = lookback(ids, state.ngram_tail)
+
+        x = self.embed(batch.tokens, valid)
+        if batch.embeddings is not None:
+            x = jnp.where(is_image[..., None], batch.embeddings.astype(x.dtype), x)
+        streams = jnp.repeat(x[:, :, None], self.settings.text.hc_mult, axis=2)
+        segment = Segment(streams, first_mix(streams), is_image, seen, state.length, batch.count)
+
+        write_from = jnp.zeros_like(state.length) if write_from is None else write_from
+        step, ring = self._step(self.encoder, state, state.encoder_ring, segment, write_from, forced)
+        flow, outputs = self.encoder(self._flow(state, segment), ring, step)
+        flow, projections = self._project(flow, outputs.projections, step)
+        segment = segment.replace(streams=flow.streams, mix=flow.mix)
+        return segment, EncoderDelta(flow.memory, outputs.entries, projections, ids)
+
+    def decode(self, state: ModelState, segment: Segment, forced: ForcedSelection | None = None) -> Decoded:
+        """Passes encoder outputs, whose global entries are in the memory, through the decoder."""
+        step, ring = self._step(self.decoder, state, state.decoder_ring, segment, segment.start, forced)
+        flow, outputs = self.decoder(self._flow(state, segment), ring, step)
+        x = mix_streams(flow.streams, flow.mix)
+        self.sow("intermediates", "final_collapsed", x)
+        return Decoded(self.norm(x), flow.taps, outputs.entries)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """``[..., d]`` to ``[..., vocab]`` float32."""
+        return self.head(hidden)
+
+    def _project(self, flow: Flow, projections: dict, step: Step) -> tuple[Flow, dict]:
+        """Writes the decoder's global entries of the encoder outputs in ``flow`` (mixed and normed by its source)."""
+        if not self.decoder.layers:
+            return flow, projections
+        source = self.settings.table.layers[self.settings.table.decoder_start]
+        inputs = jax.tree.map(lambda leaf: leaf[0], self.decoder.inputs(ring=step.start[None]))
+        flow, new = self.decoder.source.write_memory(flow, inputs, step)
+        if new is not None:
+            ratio, new = source.kind.ratio, jax.tree.map(lambda leaf: leaf[None], new)
+            before = projections.get(ratio)
+            projections = {**projections, ratio: new if before is None else concatenate(before, new)}
+        return flow, projections
+
+    def _step(
+        self, stack: Stack, state: ModelState, ring: Ring, segment: Segment, write_from: jax.Array,
+        forced: ForcedSelection | None,
+    ) -> tuple[Step, Packed]:
+        text = self.settings.text
+        positions = segment.start[:, None] + jnp.arange(segment.is_image.shape[1], dtype=jnp.int32)
+        valid = positions < (segment.start + segment.count)[:, None]
+        ordered, held = in_position_order(ring, segment.start)
+        step = Step(
+            start=segment.start,
+            count=segment.count,
+            positions=positions,
+            valid=valid,
+            write_from=write_from,
+            page_table=state.page_table,
+            local_valid=jnp.concatenate([held, valid], axis=1),
+            is_image=segment.is_image,
+            rope_window=rotary_table(positions, window_frequencies(text)),
+            rope_csa=rotary_table(positions, csa_frequencies(text)),
+            tails=state.tails,
+            engram=self._engram_inputs(stack, segment.lookback),
+            forced=forced,
+        )
+        return step, ordered
+
+    def _engram_inputs(self, stack: Stack, seen: jax.Array) -> EngramInputs | None:
+        """Keys and values of the stack's Engram layers, stacked; addresses depend on tokens only."""
+        text = self.settings.text
+        if not stack.engram_layers:
+            return None
+        constants = ngram_hash(text)
+        ids = hash_ids(constants, seen, self.token_map.value[text.engram_pad_token_id])
+        rows = [self.engram[str(layer)](ids[text.engram_layer_ids.index(layer)]) for layer in stack.engram_layers]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+
+    def _flow(self, state: ModelState, segment: Segment) -> Flow:
+        """The flow before the first layer of a stack."""
+        text, table = self.settings.text, self.settings.table
+        batch, queries = segment.is_image.shape
+        blocks = 0
+        if text.candidate_source_layer_id is not None:
+            ratio = table.layers[text.candidate_source_layer_id].kind.ratio
+            entries = state.page_table.shape[1] * self.settings.page_entries(ratio)
+            blocks = min(text.candidate_topk_blocks, -(-entries // text.candidate_block_size))
+        return Flow(
+            streams=segment.streams,
+            mix=segment.mix,
+            memory=state.memory,
+            selection=jnp.full((batch, queries, text.index_topk), -1, jnp.int32),
+            blocks=jnp.full((batch, queries, blocks), -1, jnp.int32),
+            taps=jnp.zeros((len(text.dspark_target_layer_ids), batch, queries, text.hidden_size), self.settings.dtype),
+        )
+
+    def declare_all(self, state: ModelState, batch: TokenBatch) -> jax.Array:
+        """Touches every parameter once; for ``init`` and ``eval_shape``."""
+        segment, delta = self.encode(state, batch)
+        return self.logits(self.decode(state.replace(memory=delta.memory), segment).hidden)

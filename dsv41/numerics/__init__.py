@@ -1,0 +1,1 @@
+"""Number formats as the model uses them: rounding policies and rotary positions."""

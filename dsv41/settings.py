@@ -1,0 +1,69 @@
+"""The static choices that every module shares: sizes, roundings, and how weights lie in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+
+from dsv41.config import ModelConfig, TextConfig
+from dsv41.layer_table import LayerTable, layer_table
+from dsv41.numerics.rounding import Formats, RoundingPolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a compiled step depends on besides shapes. Hashable, so that modules can hold it as an attribute.
+
+    Attributes:
+      config: the model's configuration.
+      policy: which roundings are on.
+      packed_weights: True keeps quantised weights as the checkpoint stores them (FP8 and FP4 with scales);
+        False has them as plain floats of the activation dtype.
+      page_tokens: tokens of one memory page; a multiple of every compression ratio.
+    """
+
+    config: ModelConfig
+    policy: RoundingPolicy
+    packed_weights: bool
+    page_tokens: int = 64
+
+    def __post_init__(self):
+        for ratio in self.table.ratios:
+            if self.page_tokens % ratio:
+                raise ValueError(f"page_tokens: {self.page_tokens} is not a multiple of compress ratio {ratio}")
+        if self.packed_weights and self.config.quantization is None:
+            raise ValueError("packed_weights: the config has no quantization_config, its weights are plain floats")
+
+    @classmethod
+    def default(cls, config: ModelConfig, *, cache_rounding: bool = True, packed_weights: bool | None = None,
+                page_tokens: int = 64) -> Settings:
+        """The reference's roundings and the checkpoint's own storage.
+
+        Args:
+          cache_rounding: False keeps caches, index keys and index queries in the activation dtype.
+          packed_weights: None packs exactly where the checkpoint does.
+        """
+        packed = config.quantization is not None if packed_weights is None else packed_weights
+        return cls(config, RoundingPolicy.for_config(config, cache_rounding), packed, page_tokens)
+
+    @property
+    def text(self) -> TextConfig:
+        return self.config.text
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.config.activation_dtype
+
+    @functools.cached_property
+    def table(self) -> LayerTable:
+        return layer_table(self.config.text)
+
+    @functools.cached_property
+    def formats(self) -> Formats:
+        return Formats.of(self.policy, self.dtype)
+
+    def page_entries(self, ratio: int) -> int:
+        """Global entries that one page holds for a source of this compression ratio."""
+        return self.page_tokens // ratio

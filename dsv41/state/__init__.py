@@ -1,0 +1,1 @@
+"""What a request owns: explicit pytrees that steps take and return."""

@@ -1,0 +1,22 @@
+"""Dense linear map, block of weights by block."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.block_linear.weights import BLOCK
+from pallas_kernels.formats import Format, e8m0_decode
+
+
+def block_linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format) -> jax.Array:
+    """See :func:`pallas_kernels.block_linear.block_linear`."""
+    w = weight.astype(jnp.float32)
+    if scale is not None:
+        for row in range(scale.shape[0]):
+            for column in range(scale.shape[1]):
+                where = (slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK))
+                w = w.at[where].multiply(e8m0_decode(scale[row, column]))
+    rounded = activation_fmt.round(x).astype(jnp.float32)
+    return jnp.dot(rounded, w.T, precision=lax.Precision.HIGHEST).astype(x.dtype)

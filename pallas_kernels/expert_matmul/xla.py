@@ -1,0 +1,178 @@
+"""Routed experts in two ways: every expert on every row, or blocks of rows that share an expert."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import tiling
+from pallas_kernels.expert_matmul.weights import ExpertWeights, decode_weights
+from pallas_kernels.formats import Format
+from pallas_kernels.products import einsum, rounded
+
+# Rows of a block: few enough that a lightly used expert wastes little, enough to pay for decoding its matrices.
+_MIN_ROWS, _MAX_ROWS = 8, 128
+
+Matrices = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
+
+
+def expert_matmul(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w1: ExpertWeights,
+    w3: ExpertWeights,
+    w2: ExpertWeights,
+    *,
+    limit: float,
+    activation_fmt: Format,
+) -> jax.Array:
+    """See :func:`pallas_kernels.expert_matmul.expert_matmul`."""
+    (rows, k), (experts, inner, _) = expert_ids.shape, w1.weight.shape
+    ids = jnp.where((expert_ids >= 0) & (expert_ids < experts), expert_ids, experts)
+    # A row without experts may hold anything; zeroed, its NaN cannot reach a weight's gradient either.
+    x = rounded(activation_fmt, jnp.where(jnp.any(ids < experts, axis=-1, keepdims=True), x, 0))
+
+    # With few experts a row's own are a good part of all, and a few large products beat many small ones; but then
+    # all experts' matrices and inner rows exist at once, so they must be small as well.
+    dense_bytes = experts * max(inner, x.shape[-1]) * max(inner, rows) * 4
+    if experts <= 4 * k and dense_bytes <= tiling.TEMPORARY_BYTES:
+        return _dense(x, ids, expert_weights, (w1, w3, w2), limit, activation_fmt)
+    return _blocked(limit, activation_fmt, x, ids, expert_weights, (w1, w3, w2))
+
+
+def _expert(x: jax.Array, weight: jax.Array, matrices: Matrices, limit: float, fmt: Format) -> jax.Array:
+    """One expert on rounded rows ``[rows, hidden]`` with weights ``[rows]``; float32."""
+    w1, w3, w2 = (decode_weights(w, x.dtype) for w in matrices)
+
+    def product(rows: jax.Array, w: jax.Array) -> jax.Array:
+        return einsum("ri,oi->ro", rows, w).astype(x.dtype).astype(jnp.float32)
+
+    gate = jnp.minimum(product(x, w1), limit)
+    up = jnp.clip(product(x, w3), -limit, limit)
+    inner = (jax.nn.silu(gate) * up * weight[:, None]).astype(x.dtype)
+    return product(rounded(fmt, inner), w2)
+
+
+def _dense(x: jax.Array, ids: jax.Array, weights: jax.Array, matrices: Matrices, limit: float, fmt: Format):
+    """Every expert on every row, the rows that did not choose it masked."""
+    chosen = ids == jnp.arange(matrices[0].weight.shape[0])[:, None, None]
+    weight = jnp.sum(jnp.where(chosen, weights, 0), axis=-1)
+    out = jax.vmap(lambda w, m: _expert(x, w, m, limit, fmt))(weight, matrices)
+    return jnp.sum(jnp.where(jnp.any(chosen, axis=-1)[..., None], out, 0), axis=0)
+
+
+class _Block(NamedTuple):
+    """Up to ``rows_per_block`` rows of one expert.
+
+    Attributes:
+      live: scalar bool; False for blocks that no row needed.
+      expert: scalar int32.
+      row: ``[rows_per_block]`` int32 rows of x; the number of rows where the block has none.
+      choice: ``[rows_per_block]`` int32: which of the row's experts this is.
+    """
+
+    live: jax.Array
+    expert: jax.Array
+    row: jax.Array
+    choice: jax.Array
+
+
+def _blocks(ids: jax.Array, experts: int) -> _Block:
+    """The rows sorted by expert and cut into blocks, stacked on a leading axis of static length."""
+    rows, k = ids.shape
+    pairs = rows * k
+    size = min(max(1 << (pairs // experts).bit_length(), _MIN_ROWS), _MAX_ROWS)
+    order = jnp.argsort(ids.reshape(-1), stable=True)
+    count = jnp.bincount(ids.reshape(-1), length=experts + 1)[:experts]
+    first_pair = jnp.cumsum(count) - count
+    end_block = jnp.cumsum(-(-count // size))
+    # Every expert that is used may end in one unfilled block.
+    block = jnp.arange(min(pairs, pairs // size + min(experts, pairs)), dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(end_block, block, side="right"), experts - 1).astype(jnp.int32)
+    live = block < end_block[-1]
+    block_in_expert = block - (end_block - -(-count // size))[expert]
+    rank = block_in_expert[:, None] * size + jnp.arange(size)
+    pair = order[jnp.minimum(first_pair[expert][:, None] + rank, pairs - 1)]
+    has_row = live[:, None] & (rank < count[expert][:, None])
+    return _Block(live, expert, jnp.where(has_row, pair // k, rows).astype(jnp.int32), (pair % k).astype(jnp.int32))
+
+
+def _run_block(
+    x: jax.Array, weight: jax.Array, matrices: Matrices, block: _Block, limit: float, fmt: Format
+) -> jax.Array:
+    # Blocks without rows are skipped: decoding an expert for nothing costs as much as using it.
+    return lax.cond(
+        block.live,
+        lambda *args: _expert(*args, limit, fmt),
+        lambda x, weight, matrices: jnp.zeros(x.shape, jnp.float32),
+        x,
+        weight,
+        matrices,
+    )
+
+
+def _inputs(x: jax.Array, weights: jax.Array, matrices: Matrices, block: _Block):
+    """Rows, weights and matrices of one block; zeros where it has no row."""
+    rows = x.at[block.row].get(mode="fill", fill_value=0)
+    weight = weights.at[block.row, block.choice].get(mode="fill", fill_value=0)
+    one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, block.expert, keepdims=False), matrices)
+    return rows, weight, one
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _blocked(
+    limit: float, fmt: Format, x: jax.Array, ids: jax.Array, weights: jax.Array, matrices: Matrices
+) -> jax.Array:
+    """One block after the other; a block decodes one expert's matrices."""
+
+    def step(y: jax.Array, block: _Block):
+        out = _run_block(*_inputs(x, weights, matrices, block), block, limit, fmt)
+        return y.at[block.row].add(out, mode="drop"), None
+
+    start = jnp.zeros(x.shape, jnp.float32)
+    return lax.scan(step, start, _blocks(ids, matrices[0].weight.shape[0]))[0]
+
+
+def _blocked_forward(limit, fmt, x, ids, weights, matrices):
+    return _blocked(limit, fmt, x, ids, weights, matrices), (x, ids, weights, matrices)
+
+
+def _blocked_backward(limit, fmt, saved, dy):
+    # Written out because a scan's own transpose adds a whole stack of experts, nearly all zeros, for every block.
+    x, ids, weights, matrices = saved
+    packed = matrices[0].scale is not None
+
+    def step(sums, block: _Block):
+        dx, dweights, dmatrices = sums
+        rows, weight, one = _inputs(x, weights, matrices, block)
+        dout = dy.at[block.row].get(mode="fill", fill_value=0)
+        if packed:
+            pull = jax.vjp(lambda r, w: _run_block(r, w, one, block, limit, fmt), rows, weight)[1]
+        else:
+            pull = jax.vjp(lambda r, w, m: _run_block(r, w, m, block, limit, fmt), rows, weight, one)[1]
+        drows, dweight, *done = pull(dout)
+        dx = dx.at[block.row].add(drows.astype(dx.dtype), mode="drop")
+        dweights = dweights.at[block.row, block.choice].add(dweight, mode="drop")
+
+        def add(total: jax.Array, new: jax.Array) -> jax.Array:
+            old = lax.dynamic_index_in_dim(total, block.expert, keepdims=False)
+            return lax.dynamic_update_index_in_dim(total, old + new.astype(total.dtype), block.expert, axis=0)
+
+        return (dx, dweights, jax.tree.map(add, dmatrices, *done) if done else None), None
+
+    def zeros(leaf: jax.Array) -> jax.Array:
+        return jnp.zeros(leaf.shape, jnp.float32)
+
+    start = (zeros(x), zeros(weights), None if packed else jax.tree.map(zeros, matrices))
+    dx, dweights, dmatrices = lax.scan(step, start, _blocks(ids, matrices[0].weight.shape[0]))[0]
+    if not packed:
+        dmatrices = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), dmatrices, matrices)
+    return dx.astype(x.dtype), None, dweights.astype(weights.dtype), dmatrices
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)

@@ -1,0 +1,188 @@
+"""Block number formats: E2M1 and E4M3 elements with one shared scale for a block of consecutive values.
+
+| format | element | scale | block | used for |
+| --- | --- | --- | --- | --- |
+| FP4_E4M3 | E2M1, two a byte (low nibble = even index) | E4M3 | 16 | main global entries |
+| FP4_E8M0 | E2M1, two a byte | E8M0 (power of two) | 32 | index keys and queries, expert weights |
+| FP8_E8M0 | E4M3 | E8M0 | 32 | window entries, linear inputs |
+
+Everything here is bit-exact with the public reference and computed by integer arithmetic where floating point
+would not be: power-of-two scales come from exponent bits (a float32 ``ceil(log2(x))`` is wrong at exact powers
+of two), and E2M1 is decoded through integers because float32 subnormals are flushed to zero on some back ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+
+
+class Packed(NamedTuple):
+    """Encoded values; both leaves share the leading axes of the values that they hold.
+
+    Attributes:
+      payload: element codes, ``[..., payload_width]``.
+      scales: block scales, ``[..., scale_width]``; None in an unrounded format.
+    """
+
+    payload: jax.Array
+    scales: jax.Array | None
+
+    def map(self, f, *others: Packed) -> Packed:
+        """Applies ``f`` to the payloads and, where there are any, to the scales."""
+        scales = None if self.scales is None else f(self.scales, *(o.scales for o in others))
+        return Packed(f(self.payload, *(o.payload for o in others)), scales)
+
+
+def e2m1_encode(x: jax.Array) -> jax.Array:
+    """Codes 0..15 (uint8) of float values in [-6, 6]: to nearest, ties to the even code, -0 keeps its sign."""
+    a = jnp.abs(x)
+    steps = ((a > 0.25), (a >= 0.75), (a > 1.25), (a >= 1.75), (a > 2.5), (a >= 3.5), (a > 5.0))
+    code = sum((s.astype(jnp.uint8) for s in steps), start=jnp.zeros(x.shape, jnp.uint8))
+    return code | (jnp.signbit(x).astype(jnp.uint8) << 3)
+
+
+def e2m1_decode(codes: jax.Array, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """Values of E2M1 codes 0..15 (uint8)."""
+    m = (codes & 7).astype(jnp.int32)
+    halves = jnp.where(m < 2, m, (2 | (m & 1)) << jnp.maximum((m >> 1) - 1, 0))
+    value = halves.astype(dtype) * jnp.asarray(0.5, dtype)
+    return jnp.where(codes >= 8, -value, value)
+
+
+def nibbles_pack(codes: jax.Array) -> jax.Array:
+    """``[..., n]`` codes to ``[..., n/2]`` bytes, the even index in the low nibble."""
+    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def nibbles_unpack(packed: jax.Array) -> jax.Array:
+    """``[..., n]`` bytes to ``[..., 2n]`` codes."""
+    return jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def e8m0_encode_ceil(x: jax.Array) -> jax.Array:
+    """E8M0 byte of the smallest power of two that is ≥ x, for positive normal float32 x."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).astype(jnp.uint8)
+
+
+def e8m0_decode(byte: jax.Array) -> jax.Array:
+    """float32 value 2^(byte − 127). Byte 0 (2⁻¹²⁷) is a subnormal that back ends flush to zero; 255 reads as +inf."""
+    bits = byte.astype(jnp.uint32) << 23
+    return lax.bitcast_convert_type(jnp.where(byte == 0, jnp.uint32(1 << 22), bits), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFormat:
+    """Elements of one small float type that share a scale in blocks along the last axis.
+
+    Attributes:
+      element: "e2m1" or "e4m3".
+      scale: "e8m0" (power of two, rounded up) or "e4m3" (to nearest, so that values may clip).
+      block: values that share a scale.
+      floor: smallest absolute maximum that a block is taken to have.
+    """
+
+    element: str
+    scale: str
+    block: int
+    floor: float
+
+    def payload_width(self, width: int) -> int:
+        """Last axis of the payload of ``width`` values."""
+        return width // 2 if self.element == "e2m1" else width
+
+    def scale_width(self, width: int) -> int:
+        return width // self.block
+
+    def entry_bytes(self, width: int) -> int:
+        """Bytes of one vector of ``width`` values, scales included."""
+        return self.payload_width(width) + self.scale_width(width)
+
+    def zeros(self, shape: tuple[int, ...], width: int) -> Packed:
+        """An encoded array of zeros of shape ``[*shape, width]``."""
+        payload = jnp.uint8 if self.element == "e2m1" else jnp.float8_e4m3fn
+        scales = jnp.uint8 if self.scale == "e8m0" else jnp.float8_e4m3fn
+        return Packed(
+            jnp.zeros((*shape, self.payload_width(width)), payload),
+            jnp.zeros((*shape, self.scale_width(width)), scales),
+        )
+
+    def encode(self, x: jax.Array) -> Packed:
+        """Rounds and packs ``[..., width]`` floats.
+
+        Raises:
+          ValueError: width is not a multiple of the block.
+        """
+        if x.shape[-1] % self.block:
+            raise ValueError(f"width {x.shape[-1]} is not a multiple of the block of {self.block}")
+        limit = E2M1_MAX if self.element == "e2m1" else E4M3_MAX
+        blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self.block)
+        ratio = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), self.floor) / limit
+        if self.scale == "e8m0":
+            scales = e8m0_encode_ceil(ratio)
+            step = e8m0_decode(scales)
+        else:
+            scales = jnp.minimum(ratio, E4M3_MAX).astype(jnp.float8_e4m3fn)
+            step = scales.astype(jnp.float32)
+        scaled = jnp.clip(blocks / step[..., None], -limit, limit).reshape(x.shape)
+        if self.element == "e2m1":
+            return Packed(nibbles_pack(e2m1_encode(scaled)), scales)
+        return Packed(scaled.astype(jnp.float8_e4m3fn), scales)
+
+    def decode(self, packed: Packed, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        """The values ``[..., width]`` of encoded vectors."""
+        if self.element == "e2m1":
+            values = e2m1_decode(nibbles_unpack(packed.payload))
+        else:
+            values = packed.payload.astype(jnp.float32)
+        step = e8m0_decode(packed.scales) if self.scale == "e8m0" else packed.scales.astype(jnp.float32)
+        blocks = values.reshape(*values.shape[:-1], -1, self.block) * step[..., None]
+        return blocks.reshape(values.shape).astype(dtype)
+
+    def round(self, x: jax.Array) -> jax.Array:
+        """``decode(encode(x))`` in x's dtype."""
+        return self.decode(self.encode(x), x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseFormat:
+    """No rounding beyond a plain dtype: the stand-in for a :class:`BlockFormat` when its rounding is off."""
+
+    dtype: str
+
+    def payload_width(self, width: int) -> int:
+        return width
+
+    def scale_width(self, width: int) -> int:
+        return 0
+
+    def entry_bytes(self, width: int) -> int:
+        return width * jnp.dtype(self.dtype).itemsize
+
+    def zeros(self, shape: tuple[int, ...], width: int) -> Packed:
+        return Packed(jnp.zeros((*shape, width), self.dtype), None)
+
+    def encode(self, x: jax.Array) -> Packed:
+        return Packed(x.astype(self.dtype), None)
+
+    def decode(self, packed: Packed, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+        return packed.payload.astype(dtype)
+
+    def round(self, x: jax.Array) -> jax.Array:
+        return x.astype(self.dtype).astype(x.dtype)
+
+
+Format = BlockFormat | DenseFormat
+
+FP4_E4M3 = BlockFormat("e2m1", "e4m3", block=16, floor=E2M1_MAX * 2.0**-9)
+FP4_E8M0 = BlockFormat("e2m1", "e8m0", block=32, floor=E2M1_MAX * 2.0**-126)
+FP8_E8M0 = BlockFormat("e4m3", "e8m0", block=32, floor=1e-4)

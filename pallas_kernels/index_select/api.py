@@ -1,0 +1,77 @@
+"""Public functions of the index selection."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from pallas_kernels import backend
+from pallas_kernels.formats import Format, Packed
+from pallas_kernels.index_select.types import BlockSelection, Selection
+
+
+def index_select(
+    queries: jax.Array,
+    weights: jax.Array,
+    pool: Packed,
+    fmt: Format,
+    page_table: jax.Array,
+    visible: jax.Array,
+    top_k: int,
+    blocks: BlockSelection | None = None,
+) -> Selection:
+    """Top-k over all visible entries by score(t, j) = Σ_h weights_h · relu(q_h · k_j), float32.
+
+    Ties go to the lower index. No gradient passes. With ``blocks``, also the best blocks by their largest visible
+    score; the block of the newest visible entry is always among them.
+
+    Args:
+      queries: ``[batch, query, heads, width]``.
+      weights: ``[batch, query, heads]`` float32.
+      pool: index keys, leaves ``[pages, page_entries, width']``.
+      fmt: the pool's format (static).
+      page_table: ``[batch, table_pages]`` int32.
+      visible: ``[batch, query]`` int32: entries 0 … visible − 1 can be chosen (those without a page never are).
+      top_k: entries to choose (static).
+      blocks: blocks to choose besides (static).
+
+    Returns:
+      The selection, −1 where fewer are visible.
+    """
+    select = backend.choose("index_select")[1]
+    queries, weights, pool = lax.stop_gradient((queries, weights, pool))
+    return select(queries, weights, pool, fmt, page_table, visible, top_k, blocks)
+
+
+def index_reselect(
+    queries: jax.Array,
+    weights: jax.Array,
+    pool: Packed,
+    fmt: Format,
+    page_table: jax.Array,
+    visible: jax.Array,
+    block_ids: jax.Array,
+    block_size: int,
+    top_k: int,
+) -> jax.Array:
+    """Top-k of the visible entries inside candidate blocks; only those entries are read and scored.
+
+    Ties go to the lower entry. No gradient passes.
+
+    Args:
+      queries: ``[batch, query, heads, width]``.
+      weights: ``[batch, query, heads]`` float32.
+      pool: index keys, leaves ``[pages, page_entries, width']``.
+      fmt: the pool's format (static).
+      page_table: ``[batch, table_pages]`` int32.
+      visible: ``[batch, query]`` int32.
+      block_ids: ``[batch, query, blocks]`` int32, distinct, in any order; negative = none.
+      block_size: entries of a block (static).
+      top_k: entries to choose (static).
+
+    Returns:
+      ``[batch, query, top_k]`` int32 entries, best first; the −1 of a short selection come last.
+    """
+    reselect = backend.choose("index_reselect")[1]
+    queries, weights, pool = lax.stop_gradient((queries, weights, pool))
+    return reselect(queries, weights, pool, fmt, page_table, visible, block_ids, block_size, top_k)

@@ -1,0 +1,52 @@
+"""Paged memory as XLA scatters and gathers of the packed bytes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.formats import Format, Packed
+from pallas_kernels.paged_memory.addressing import locate
+
+
+def append(
+    pool: Packed, fmt: Format, page_table: jax.Array, start: jax.Array, count: jax.Array, values: jax.Array
+) -> Packed:
+    """See :func:`pallas_kernels.paged_memory.append`."""
+    pages, page_entries = pool.payload.shape[:2]
+    offset = jnp.arange(values.shape[1], dtype=jnp.int32)
+    page, slot, valid = locate(page_table, start[:, None] + offset, pages, page_entries)
+    # 'drop' only drops indices that are too large: a negative one would count from the end.
+    page = jnp.where(valid & (offset < count[:, None]), page, pages)
+
+    def write(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        return _from_bytes(_as_bytes(leaf).at[page, slot].set(_as_bytes(new), mode="drop"), leaf.dtype)
+
+    return pool.map(write, fmt.encode(values))
+
+
+def gather(
+    pool: Packed, fmt: Format, page_table: jax.Array, indices: jax.Array, dtype: jnp.dtype = jnp.float32
+) -> jax.Array:
+    """See :func:`pallas_kernels.paged_memory.gather`."""
+    pages, page_entries = pool.payload.shape[:2]
+    page, slot, valid = locate(page_table, indices, pages, page_entries)
+
+    def read(leaf: jax.Array) -> jax.Array:
+        return _from_bytes(_as_bytes(leaf).at[page, slot].get(mode="promise_in_bounds"), leaf.dtype)
+
+    return jnp.where(valid[..., None], fmt.decode(pool.map(read), dtype), 0)
+
+
+def _as_bytes(x: jax.Array) -> jax.Array:
+    # Some back ends compute on one-byte floats by widening them: moved as bytes, a pool is never converted.
+    return lax.bitcast_convert_type(x, jnp.uint8) if _is_small_float(x.dtype) else x
+
+
+def _from_bytes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return lax.bitcast_convert_type(x, dtype) if _is_small_float(dtype) else x
+
+
+def _is_small_float(dtype: jnp.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1

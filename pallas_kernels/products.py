@@ -1,0 +1,46 @@
+"""Contractions that accumulate in float32, and the operand dtype in which they are exact."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.formats import DenseFormat, Format
+
+
+def operand_dtype(dtype: jnp.dtype, fmt: Format) -> jnp.dtype:
+    """bfloat16 if values of ``dtype`` and of ``fmt`` are exact in it, else float32.
+
+    Every block format's values are exact in bfloat16: at most 6 significant bits.
+    """
+    stored = fmt.dtype if isinstance(fmt, DenseFormat) else jnp.bfloat16
+    both = jnp.dtype(dtype) == jnp.bfloat16 and jnp.dtype(stored) == jnp.bfloat16
+    return jnp.dtype(jnp.bfloat16 if both else jnp.float32)
+
+
+def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Product of two arrays of one dtype with a float32 result; float32 operands are not rounded on the way.
+
+    Raises:
+      TypeError: the dtypes differ.
+    """
+    if a.dtype != b.dtype:
+        raise TypeError(f"einsum {subscripts!r}: operands are {a.dtype} and {b.dtype}")
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+@jax.custom_jvp
+def _straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
+    return rounded
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(primals, tangents):
+    return primals[1], tangents[0]
+
+
+def rounded(fmt: Format, x: jax.Array) -> jax.Array:
+    """``fmt.round(x)`` whose derivative is the identity: the cast to a small float would round gradients too."""
+    return _straight_through(x, fmt.round(x))

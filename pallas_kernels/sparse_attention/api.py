@@ -1,0 +1,73 @@
+"""Public function of the sparse attention."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import backend
+from pallas_kernels.formats import Format, Packed
+
+
+def sparse_attention(
+    queries: jax.Array,
+    local: Packed,
+    local_fmt: Format,
+    local_valid: jax.Array,
+    pool: Packed | None,
+    pool_fmt: Format,
+    page_table: jax.Array | None,
+    indices: jax.Array | None,
+    sink: jax.Array,
+    *,
+    window: int,
+    scale: float,
+    probability_dtype: jnp.dtype,
+) -> jax.Array:
+    """Attention of each query to its window and to its chosen entries; an entry is key and value at once.
+
+    out = Σ_i p_i e_i / (Σ_i p_i + exp(sink − m)), p_i = exp(scale · q · e_i − m), in float32; the p of the numerator
+    are rounded to ``probability_dtype``. A query that sees nothing gives exactly 0. An entry that is both in the
+    window and chosen, or chosen twice, counts twice.
+
+    Args:
+      queries: ``[batch, query, heads, head_dim]``.
+      local: the window before this call and the call's own entries in order of position, leaves
+        ``[batch, window + query, width']``; query s sees entries s + 1 … s + window.
+      local_fmt: its format (static).
+      local_valid: ``[batch, window + query]`` bool; entries where it is False are never seen and may hold anything.
+      pool: global entries, leaves ``[pages, page_entries, width']``; None in a window-only layer.
+      pool_fmt: its format (static).
+      page_table: ``[batch, table_pages]`` int32; None without a pool.
+      indices: ``[batch, query, chosen]`` int32 entries of the request, −1 = nothing; None without a pool.
+      sink: ``[heads]`` float32, finite: a logit that joins the denominator only.
+      window: entries of the window (static).
+      scale: factor of the logits (static).
+      probability_dtype: bfloat16 or float32 (static).
+
+    Returns:
+      ``[batch, query, heads, head_dim]`` in the queries' dtype.
+
+    Raises:
+      ValueError: the local entries are not ``window + query``, or only some of pool, table and indices are given.
+    """
+    rows = local.payload.shape[1]
+    if rows != window + queries.shape[1]:
+        raise ValueError(f"local has {rows} entries, not window {window} + {queries.shape[1]} queries")
+    if len({pool is None, page_table is None, indices is None}) > 1:
+        raise ValueError("pool, page_table and indices come together or not at all")
+    attend = backend.choose("sparse_attention")[1]
+    return attend(
+        queries,
+        local,
+        local_fmt,
+        local_valid,
+        pool,
+        pool_fmt,
+        page_table,
+        indices,
+        sink,
+        window=window,
+        scale=scale,
+        probability_dtype=probability_dtype,
+    )

@@ -1,0 +1,43 @@
+"""Sparse attention with every query's entries laid out: one softmax, materialised."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.formats import Format, Packed
+from pallas_kernels.paged_memory.addressing import locate
+
+
+def sparse_attention(
+    queries: jax.Array,
+    local: Packed,
+    local_fmt: Format,
+    local_valid: jax.Array,
+    pool: Packed | None,
+    pool_fmt: Format,
+    page_table: jax.Array | None,
+    indices: jax.Array | None,
+    sink: jax.Array,
+    *,
+    window: int,
+    scale: float,
+    probability_dtype: jnp.dtype,
+) -> jax.Array:
+    """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
+    seen = jnp.arange(queries.shape[1])[:, None] + 1 + jnp.arange(window)
+    valid = local_valid[:, seen]
+    entries = jnp.where(valid[..., None], local_fmt.decode(local)[:, seen], 0)
+    if pool is not None:
+        page, slot, chosen = locate(page_table, indices, *pool.payload.shape[:2])
+        picked = jnp.where(chosen[..., None], pool_fmt.decode(pool)[page, slot], 0)
+        entries, valid = jnp.concatenate([entries, picked], axis=2), jnp.concatenate([valid, chosen], axis=2)
+    logits = jnp.einsum("bshd,bsnd->bshn", queries.astype(jnp.float32), entries, precision=lax.Precision.HIGHEST)
+    logits = jnp.where(valid[:, :, None], logits * scale, -jnp.inf)
+    top = lax.stop_gradient(jnp.maximum(logits.max(axis=-1), sink - 32))[..., None]
+    p = jnp.exp(logits - top)
+    total = p.sum(axis=-1) + jnp.exp(sink - top[..., 0])
+    rounded = p.astype(probability_dtype).astype(jnp.float32)
+    out = jnp.einsum("bshn,bsnd->bshd", rounded, entries, precision=lax.Precision.HIGHEST)
+    return (out / total[..., None]).astype(queries.dtype)

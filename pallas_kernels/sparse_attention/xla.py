@@ -1,0 +1,85 @@
+"""Sparse attention in tiles of queries: a band of the window and the gathered entries of one tile at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import paged_memory
+from pallas_kernels.formats import Format, Packed
+from pallas_kernels.paged_memory.addressing import locate
+from pallas_kernels.products import einsum, operand_dtype
+from pallas_kernels.tiling import largest_tile, map_query_tiles, pad_axis
+
+# How far below the sink the subtracted maximum may fall: e³² and its square are finite, and the reference subtracts
+# the entries' maximum, which decides how the probabilities round.
+_SINK_MARGIN = 32.0
+
+
+def sparse_attention(
+    queries: jax.Array,
+    local: Packed,
+    local_fmt: Format,
+    local_valid: jax.Array,
+    pool: Packed | None,
+    pool_fmt: Format,
+    page_table: jax.Array | None,
+    indices: jax.Array | None,
+    sink: jax.Array,
+    *,
+    window: int,
+    scale: float,
+    probability_dtype: jnp.dtype,
+) -> jax.Array:
+    """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
+    batch, total, heads, width = queries.shape
+    chosen = 0 if indices is None else indices.shape[-1]
+    tile = largest_tile(total, lambda t: batch * t * 4 * max(chosen * width, heads * (window + t + chosen)))
+    surplus = -total % tile
+    local = local.map(lambda leaf: pad_axis(leaf, 1, surplus))
+    local_valid = pad_axis(local_valid, 1, surplus, False)
+
+    def one_tile(first: int | jax.Array, queries: jax.Array, indices: jax.Array | None = None) -> jax.Array:
+        def band(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, first, window + queries.shape[1], axis=1)
+
+        dtype = operand_dtype(queries.dtype, local_fmt)
+        valid = band(local_valid)
+        entries = jnp.where(valid[..., None], local_fmt.decode(local.map(band), dtype), 0)
+        ahead = jnp.arange(valid.shape[1], dtype=jnp.int32) - jnp.arange(queries.shape[1], dtype=jnp.int32)[:, None]
+        seen = (ahead > 0) & (ahead <= window) & valid[:, None]
+        logits = _logits(einsum("bshd,bnd->bshn", queries.astype(dtype), entries), scale, seen)
+        top = jnp.maximum(logits.max(axis=-1), sink - _SINK_MARGIN)
+        if indices is not None:
+            dtype = operand_dtype(queries.dtype, pool_fmt)
+            picked = paged_memory.gather(pool, pool_fmt, page_table, indices, dtype)
+            present = locate(page_table, indices, *pool.payload.shape[:2])[2]
+            picked_logits = _logits(einsum("bshd,bsnd->bshn", queries.astype(dtype), picked), scale, present)
+            top = jnp.maximum(top, picked_logits.max(axis=-1))
+
+        # The quotient does not depend on the subtracted maximum, so neither does its derivative.
+        top = lax.stop_gradient(top)
+        p = jnp.exp(logits - top[..., None])
+        denominator = jnp.exp(sink - top) + p.sum(axis=-1)
+        out = _values("bshn,bnd->bshd", p, entries, probability_dtype)
+        if indices is not None:
+            p = jnp.exp(picked_logits - top[..., None])
+            denominator += p.sum(axis=-1)
+            out += _values("bshn,bsnd->bshd", p, picked, probability_dtype)
+        return (out / denominator[..., None]).astype(queries.dtype)
+
+    arrays = (queries,) if indices is None else (queries, indices)
+    return map_query_tiles(one_tile, tile, arrays, differentiable=True)
+
+
+def _logits(products: jax.Array, scale: float, seen: jax.Array) -> jax.Array:
+    """Masked logits ``[batch, query, heads, entries]``; ``seen`` is ``[batch, query, entries]``."""
+    return jnp.where(seen[:, :, None], products * scale, -jnp.inf)
+
+
+def _values(subscripts: str, p: jax.Array, entries: jax.Array, probability_dtype: jnp.dtype) -> jax.Array:
+    """Value product of probabilities rounded to ``probability_dtype``."""
+    p = p.astype(probability_dtype)
+    dtype = jnp.promote_types(p.dtype, entries.dtype)
+    return einsum(subscripts, p.astype(dtype), entries.astype(dtype))
