@@ -87,11 +87,10 @@ def _fp8_codes(deviation: float) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _fp4_codes(deviation: float) -> np.ndarray:
-    """Two E2M1 codes for each byte of randomness."""
+    """Two E2M1 codes for each 16 bits of randomness."""
     _, spread = _code_step("I8", deviation)
-    codes = (_normal(16) * np.float32(spread)).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
-    byte = np.arange(256)
-    return codes[byte & 15] | codes[byte >> 4] << 4
+    codes = (_normal(256) * np.float32(spread)).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+    return (codes | codes[:, None] << 4).reshape(-1)
 
 
 class RandomSource:
@@ -136,18 +135,20 @@ class RandomSource:
     def _draw(self, spec: TensorSpec, bits: np.random.Philox, count: int) -> np.ndarray:
         if spec.dtype in ("F32", "BF16"):
             mean, deviation = _moments(spec)
-            draws = _words(bits, 2 * count).view("<u2")[:count]
+            draws = _draws(bits, count, "<u2")
             values = _normal(2**16)[draws] * np.float32(deviation) + np.float32(mean)
             return values.astype(NUMPY_DTYPES[spec.dtype])
-        draws = _words(bits, count)[:count]
+        if spec.dtype == "I8":
+            return _fp4_codes(_moments(spec)[1])[_draws(bits, count, "<u2")]
+        draws = _draws(bits, count, "u1")
         if spec.dtype == "F8_E8M0":
             weight = self._weights[spec.name]
             exponent, _ = _code_step(weight.dtype, _moments(weight)[1])
             return (127 + exponent + _SCALE_STEPS[draws & 3]).astype(np.uint8)
-        codes = _fp8_codes if spec.dtype == "F8_E4M3" else _fp4_codes
-        return codes(_moments(spec)[1])[draws]
+        return _fp8_codes(_moments(spec)[1])[draws]
 
 
-def _words(bits: np.random.Philox, nbytes: int) -> np.ndarray:
-    """At least ``nbytes`` random bytes, the same on machines of either byte order."""
-    return bits.random_raw(-(-nbytes // 8)).astype("<u8", copy=False).view(np.uint8)
+def _draws(bits: np.random.Philox, count: int, dtype: str) -> np.ndarray:
+    """``count`` random integers of a little-endian dtype of up to 8 bytes, the same on any machine."""
+    words = -(-count * np.dtype(dtype).itemsize // 8)
+    return bits.random_raw(words).astype("<u8", copy=False).view(dtype)[:count]

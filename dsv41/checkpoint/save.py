@@ -42,7 +42,8 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _cut(array: jax.Array, start: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
+def cut(array: jax.Array, start: tuple[jax.Array, ...], sizes: tuple[int, ...]) -> jax.Array:
+    """A box of an array, on its device, so that only the box travels; compiled once for all places of one size."""
     return lax.dynamic_slice(array, start, sizes)
 
 
@@ -58,7 +59,11 @@ def _fetch(leaf: jax.Array, place: Place, rows: tuple[int, int]) -> np.ndarray:
         if any(low >= high for low, high in common):
             continue
         start = tuple(np.int32(low - c) for (low, _), (c, _) in zip(common, box, strict=True))
-        piece = _cut(shard.data, start, tuple(high - low for low, high in common))
+        sizes = tuple(high - low for low, high in common)
+        if shard.device.platform == "cpu":  # numpy sees the array's own memory
+            piece = np.asarray(shard.data)[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))]
+        else:
+            piece = np.asarray(cut(shard.data, start, sizes))
         out[tuple(slice(low - a, high - a) for (low, high), (a, _) in zip(common, wanted, strict=True))] = piece
     return out.reshape(out.shape[len(place.index) :])
 

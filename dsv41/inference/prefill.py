@@ -1,0 +1,146 @@
+"""Running a prompt through the prefill steps: chunks of a few sizes, replay or exact, after a prefix or cold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.model import Model, TokenBatch
+from dsv41.settings import Settings
+from dsv41.state.request import ModelState, create_segment
+from dsv41.steps.prefill import Variables, encode_chunk, exact_chunk, replay_decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillOptions:
+    """How prompts enter.
+
+    Attributes:
+      mode: "replay" (the decoder sees the last ``replay_length`` positions) or "exact" (it sees all).
+      chunk_sizes: ascending widths that chunks are padded to; each compiles once.
+      replay_length: positions that the decoder replays; None: the window. Longer approaches exact.
+    """
+
+    mode: str = "replay"
+    chunk_sizes: tuple[int, ...] = (16, 128, 1024)
+    replay_length: int | None = None
+
+    def __post_init__(self):
+        if self.mode not in ("replay", "exact"):
+            raise ValueError(f"prefill mode {self.mode!r} is neither 'replay' nor 'exact'")
+        if not self.chunk_sizes or min(self.chunk_sizes) < 1 or list(self.chunk_sizes) != sorted(set(self.chunk_sizes)):
+            raise ValueError(f"chunk_sizes {self.chunk_sizes} are not ascending positive widths")
+        if self.replay_length is not None and self.replay_length < 1:
+            raise ValueError(f"replay_length {self.replay_length} is not positive")
+
+    def chunks(self, tokens: int) -> list[tuple[int, int]]:
+        """(width, live tokens) of the chunks of so many tokens: full ones of the largest size, then one padded."""
+        largest, plan = self.chunk_sizes[-1], []
+        while tokens > 0:
+            width = next((size for size in self.chunk_sizes if size >= tokens), largest)
+            plan.append((width, min(width, tokens)))
+            tokens -= width
+        return plan
+
+
+def prefill(
+    model: Model,
+    variables: Variables,
+    state: ModelState,
+    rows: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    options: PrefillOptions,
+    cached: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[ModelState, jax.Array]:
+    """Passes prompts into requests that hold pages for them and nothing else.
+
+    Args:
+      state: donated.
+      rows: the requests, one a prompt; prompts may differ in length.
+      prompts: whole prompts, token ids.
+      cached: positions whose global entries are in the requests' pages already (a prefix hit); their window
+        entries are not, so the encoder replays up to a window before the hit with global writes off.
+      progress: called with the number of tokens of each chunk done.
+
+    Returns:
+      the state, and logits ``[rows, vocab]`` of every prompt's last token.
+
+    Raises:
+      ValueError: an empty prompt, a hit that is not shorter than every prompt or not a multiple of every ratio.
+    """
+    settings = model.settings
+    window = settings.text.sliding_window
+    for prompt in prompts:
+        if len(prompt) <= cached:
+            raise ValueError(f"a prompt of {len(prompt)} tokens leaves nothing to prefill after {cached} cached ones")
+    if cached != usable_hit(settings, cached):
+        raise ValueError(f"a prefix hit of {cached} tokens is not a multiple of the compress ratios")
+    if cached and options.mode == "exact":
+        raise ValueError("exact prefill needs the decoder's rings of the prefix; a hit without them is replayed")
+    begin = max(0, cached - window)
+    index = jnp.asarray(np.asarray(rows, np.int32))
+    if cached:
+        state = _place_after(model, variables, state, index, prompts, begin)
+    live = np.array([len(prompt) for prompt in prompts], np.int32)
+    write_from = jnp.full(index.shape, cached, jnp.int32)
+    tail = create_segment(settings, len(prompts), options.replay_length or window)
+    logits = jnp.zeros((len(prompts), settings.text.vocab_size), jnp.float32)
+    done = begin
+    for width, _ in options.chunks(int(live.max()) - begin):
+        count = np.clip(live - done, 0, width)
+        tokens = np.zeros((len(prompts), width), np.int32)
+        for i, prompt in enumerate(prompts):
+            tokens[i, : count[i]] = prompt[done : done + count[i]]
+        batch = TokenBatch(jnp.asarray(tokens), jnp.asarray(count))
+        if options.mode == "replay":
+            state, tail = encode_chunk(model, variables, state, index, tail, batch, write_from)
+        else:
+            state, new = exact_chunk(model, variables, state, index, batch)
+            logits = jnp.where((batch.count > 0)[:, None], new, logits)
+        done += width
+        if progress is not None:
+            progress(int(count.sum()))
+    if options.mode == "replay":
+        state, logits = replay_decoder(model, variables, state, index, tail)
+    return state, logits
+
+
+def usable_hit(settings: Settings, cached: int) -> int:
+    """The longest part of a prefix hit that ends where no source has an open group: no position appends twice."""
+    step = math.lcm(*settings.table.ratios) if settings.table.ratios else 1
+    return cached // step * step
+
+
+def _place_after(
+    model: Model, variables: Variables, state: ModelState, rows: jax.Array, prompts: Sequence[Sequence[int]], begin: int
+) -> ModelState:
+    """Moves empty requests to position ``begin``: rings stay empty, the n-gram history is known from the prompt."""
+    reach = state.ngram_tail.shape[1]
+    history = np.full((len(prompts), reach), -1, np.int32)
+    token_map = np.asarray(variables["constants"]["token_map"])
+    for i, prompt in enumerate(prompts):
+        before = prompt[max(0, begin - reach) : begin]
+        if before:
+            history[i, reach - len(before) :] = token_map[np.asarray(before)]
+    return state.replace(
+        length=state.length.at[rows].set(begin), ngram_tail=state.ngram_tail.at[rows].set(jnp.asarray(history))
+    )
+
+
+def clear_requests(state: ModelState, rows: jax.Array, page_table: jax.Array) -> ModelState:
+    """Empties request slots (int32 ``[rows]``) for new requests and installs the whole page table."""
+    empty = lambda ring: ring.replace(positions=ring.positions.at[rows].set(-1))  # noqa: E731
+    return state.replace(
+        page_table=page_table,
+        encoder_ring=empty(state.encoder_ring),
+        decoder_ring=empty(state.decoder_ring),
+        tails=jax.tree.map(lambda leaf: leaf.at[:, rows].set(0.0), state.tails),
+        ngram_tail=state.ngram_tail.at[rows].set(-1),
+        length=state.length.at[rows].set(0),
+    )

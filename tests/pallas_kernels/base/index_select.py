@@ -1,0 +1,162 @@
+"""What the index selection promises."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats import FP4_E8M0, DenseFormat
+from pallas_kernels.index_select import BlockSelection, reference
+from tests.pallas_kernels.base.common import OperationTests, golden, paged
+
+F32 = DenseFormat("float32")
+
+
+def case(
+    fmt=FP4_E8M0, lengths=(29, 6), queries=5, heads=3, width=32, page_entries=4, capacity=32, integers=False, seed=0
+) -> dict:
+    """Arrays of a selection over poisoned pools; every query sees a different number of entries, some none.
+
+    With ``integers`` scores are small integers, so that many tie and no order of summation matters.
+    """
+    rng = np.random.default_rng(seed)
+    batch = len(lengths)
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.integers(-1, 2, shape).astype(np.float32) if integers else rng.standard_t(3, shape)
+
+    pool, table = paged(rng, fmt, draw(batch, capacity, width).astype(np.float32), list(lengths), page_entries)
+    visible = np.stack([np.sort(rng.integers(0, length + 1, queries)) for length in lengths]).astype(np.int32)
+    visible[:, -1] = lengths
+    return {
+        "queries": jnp.asarray(draw(batch, queries, heads, width), jnp.float32),
+        "weights": jnp.asarray(draw(batch, queries, heads), jnp.float32),
+        "pool": pool,
+        "page_table": table,
+        "visible": jnp.asarray(visible),
+    }
+
+
+def expected(arrays: dict, fmt, top_k: int, blocks: BlockSelection | None = None):
+    return reference.index_select(**arrays, fmt=fmt, top_k=top_k, blocks=blocks)
+
+
+class IndexSelectTests(OperationTests):
+    def check(self, arrays: dict, fmt, top_k: int, blocks: BlockSelection | None = None):
+        chosen = self.run("index_select", arrays, fmt=fmt, top_k=top_k, blocks=blocks)
+        wanted = expected(arrays, fmt, top_k, blocks)
+        np.testing.assert_array_equal(np.asarray(chosen.indices), np.asarray(wanted.indices))
+        assert chosen.indices.dtype == jnp.int32
+        if blocks is None:
+            assert chosen.blocks is None
+        else:
+            np.testing.assert_array_equal(np.asarray(chosen.blocks), np.asarray(wanted.blocks))
+        return chosen
+
+    def check_reselect(self, arrays: dict, fmt, block_ids, block_size: int, top_k: int) -> np.ndarray:
+        arrays = {**arrays, "block_ids": jnp.asarray(block_ids, jnp.int32)}
+        static = {"fmt": fmt, "block_size": block_size, "top_k": top_k}
+        chosen = np.asarray(self.run("index_reselect", arrays, **static))
+        np.testing.assert_array_equal(chosen, np.asarray(reference.index_reselect(**arrays, **static)))
+        return chosen
+
+    @pytest.mark.parametrize("fmt", [FP4_E8M0, F32], ids=["fp4", "f32"])
+    @pytest.mark.parametrize("top_k", [4, 40])
+    def test_random(self, fmt, top_k: int):
+        chosen = self.check(case(fmt), fmt, top_k, BlockSelection(size=4, count=3))
+        visible = np.asarray(case(fmt)["visible"])
+        np.testing.assert_array_equal((np.asarray(chosen.indices) >= 0).sum(-1), np.minimum(visible, top_k))
+
+    @pytest.mark.parametrize("block_size", [1, 3, 8])
+    def test_ties_go_to_the_lower_index(self, block_size: int):
+        arrays = case(F32, integers=True, heads=2, width=3)
+        self.check(arrays, F32, 6, BlockSelection(size=block_size, count=4))
+        ids = np.random.default_rng(2).permuted(np.tile(np.arange(-2, 32 // block_size), (2, 5, 1)), axis=-1)[..., :4]
+        self.check_reselect(arrays, F32, np.maximum(ids, -1), block_size, 6)
+
+    def test_equal_scores_give_the_first_entries(self):
+        arrays = case(F32, integers=True)
+        arrays["weights"] = jnp.zeros_like(arrays["weights"]).at[:, 0].set(-0.0)
+        chosen = np.asarray(self.check(arrays, F32, 8).indices)
+        first = np.arange(8)
+        np.testing.assert_array_equal(chosen, np.where(first < np.asarray(arrays["visible"])[..., None], first, -1))
+
+    def test_bfloat16_queries_are_scored_in_float32(self):
+        arrays = case()
+        arrays["queries"] = arrays["queries"].astype(jnp.bfloat16)
+        chosen = self.check(arrays, FP4_E8M0, 8, BlockSelection(4, 3))
+        self.check_reselect(arrays, FP4_E8M0, chosen.blocks, 4, 8)
+
+    def test_more_blocks_and_entries_asked_for_than_there_are(self):
+        arrays = case(lengths=(3, 1), capacity=4)
+        chosen = self.check(arrays, FP4_E8M0, 100, BlockSelection(size=3, count=50))
+        assert chosen.blocks.shape == (2, 5, 2)
+        self.check_reselect(arrays, FP4_E8M0, chosen.blocks, 3, 100)
+
+    def test_nothing_visible_chooses_nothing(self):
+        arrays = case(lengths=(0, 0))
+        arrays["queries"] = jnp.full_like(arrays["queries"], jnp.nan)
+        chosen = self.check(arrays, FP4_E8M0, 4, BlockSelection(4, 2))
+        np.testing.assert_array_equal(np.asarray(chosen.indices), -1)
+        np.testing.assert_array_equal(np.asarray(chosen.blocks), -1)
+
+    def test_more_visible_than_the_table_holds(self):
+        arrays = case(F32, lengths=(32, 29))
+        arrays["visible"] = arrays["visible"] + 1000
+        self.check(arrays, F32, 40, BlockSelection(4, 2))
+
+    def test_nan_in_one_query_leaves_the_others(self):
+        arrays = case()
+        before = self.check(arrays, FP4_E8M0, 4, BlockSelection(4, 2))
+        arrays["queries"] = arrays["queries"].at[0, 2].set(jnp.nan)
+        arrays["weights"] = arrays["weights"].at[1, 1].set(jnp.nan)
+        after = self.run("index_select", arrays, fmt=FP4_E8M0, top_k=4, blocks=BlockSelection(4, 2))
+        keep = np.ones((2, 5), bool)
+        keep[0, 2] = keep[1, 1] = False
+        for left, right in zip(before, after, strict=True):
+            np.testing.assert_array_equal(np.asarray(left)[keep], np.asarray(right)[keep])
+
+    def test_reselect_ignores_absent_and_invisible_blocks(self):
+        arrays = case()
+        rng = np.random.default_rng(4)
+        ids = np.stack([rng.permutation(12)[:5] for _ in range(10)]).reshape(2, 5, 5)
+        ids[:, 1::2, 2] = -1
+        ids[0, 0] = -1
+        chosen = self.check_reselect(arrays, FP4_E8M0, ids, 4, 12)
+        np.testing.assert_array_equal(chosen[0, 0], -1)
+
+    def test_candidates_of_every_context(self):
+        """Each visible entry of a chosen block is a candidate, the newest block is chosen, nothing lies beyond."""
+        size, count, contexts = 8, 3, np.arange(1, 41)
+        arrays = case(F32, lengths=(40,), queries=40, capacity=40)
+        arrays["visible"] = jnp.asarray(contexts[None], jnp.int32)
+        chosen = self.check(arrays, F32, 4, BlockSelection(size, count))
+        candidates = self.check_reselect(arrays, F32, chosen.blocks, size, size * count)
+        for context, blocks, entries in zip(contexts, np.asarray(chosen.blocks)[0], candidates[0], strict=True):
+            real = blocks[blocks >= 0]
+            assert len(set(real)) == len(real) == min(count, -(-context // size))
+            assert (context - 1) // size in real
+            wanted = {e for b in real for e in range(b * size, (b + 1) * size) if e < context}
+            assert set(entries[entries >= 0]) == wanted
+            assert np.count_nonzero(entries >= 0) == len(wanted)
+
+    @pytest.mark.parametrize(("name", "size", "count"), [("mask_b4_k3", 4, 3), ("mask_b8_k2", 8, 2)])
+    def test_blocks_are_the_references(self, name: str, size: int, count: int):
+        ops = golden()
+        logits = ops["candidates.logits"]
+        batch, queries, entries = logits.shape
+        # With unit vectors as keys a query is its own row of scores; the shift keeps them above the relu.
+        rows = np.where(np.isfinite(logits), logits + 4, 0)
+        keys = np.tile(np.eye(entries, dtype=np.float32), (batch, 1, 1))
+        pool, table = paged(np.random.default_rng(0), F32, keys, [entries] * batch, entries)
+        arrays = {
+            "queries": jnp.asarray(rows[:, :, None]),
+            "weights": jnp.ones((batch, queries, 1)),
+            "pool": pool,
+            "page_table": table,
+            "visible": jnp.asarray(np.tile(ops["candidates.lens"], (batch, 1)), jnp.int32),
+        }
+        blocks = self.run("index_select", arrays, fmt=F32, top_k=1, blocks=BlockSelection(size, count)).blocks
+        chosen = (np.asarray(blocks)[..., None] == np.arange(entries) // size).any(axis=2)
+        np.testing.assert_array_equal(chosen & np.isfinite(logits), ops["candidates." + name] & np.isfinite(logits))

@@ -1,0 +1,160 @@
+"""What the sparse attention promises."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.formats import FP4_E4M3, FP8_E8M0, DenseFormat, Packed
+from pallas_kernels.sparse_attention import reference
+from tests.pallas_kernels.base.common import OperationTests, golden, paged, poison
+
+F32 = DenseFormat("float32")
+WINDOW = 6
+
+
+def case(local_fmt=F32, pool_fmt=F32, queries=9, lengths=(10, 3), heads=2, width=32, chosen=7, dtype="float32") -> dict:
+    """Poisoned ring slots before each request's start, poisoned padding after its end, stray choices of −1."""
+    rng = np.random.default_rng(0)
+    batch, rows = len(lengths), WINDOW + queries
+    # Request 0 has an incomplete window before it, request 1 a full one but only some of the queries.
+    valid = np.ones((batch, rows), bool)
+    valid[0, : WINDOW - 2] = False
+    valid[-1, WINDOW + queries // 2 :] = False
+    values = rng.standard_t(4, (batch, rows, width)).astype(np.float32)
+    spoiled = poison(local_fmt.zeros((batch, rows), width), rng)
+    local = local_fmt.encode(jnp.asarray(values)).map(
+        lambda leaf, bad: jnp.where(valid[..., None], leaf.astype(jnp.float32), bad.astype(jnp.float32)).astype(
+            leaf.dtype
+        ),
+        spoiled,
+    )
+    pool, table = paged(rng, pool_fmt, rng.standard_t(4, (batch, 12, width)).astype(np.float32), list(lengths), 4)
+    indices = np.stack([rng.integers(-1, length, (queries, chosen)) for length in lengths])
+    indices[:, 1] = -1
+    indices[:, 2, :] = 2  # chosen seven times
+    return {
+        "queries": jnp.asarray(rng.standard_normal((batch, queries, heads, width)), dtype),
+        "local": local,
+        "local_valid": jnp.asarray(valid),
+        "pool": pool,
+        "page_table": table,
+        "indices": jnp.asarray(indices, jnp.int32),
+        "sink": jnp.asarray(rng.standard_normal(heads), jnp.float32),
+    }
+
+
+class SparseAttentionTests(OperationTests):
+    def check(
+        self, arrays: dict, local_fmt=F32, pool_fmt=F32, probability_dtype="float32", tolerance=2e-6, window=WINDOW
+    ):
+        static = {"local_fmt": local_fmt, "pool_fmt": pool_fmt, "window": window, "scale": 0.3}
+        static["probability_dtype"] = jnp.dtype(probability_dtype)
+        out = self.run("sparse_attention", arrays, **static)
+        wanted = reference.sparse_attention(**arrays, **static)
+        assert out.dtype == arrays["queries"].dtype
+        out, wanted = np.asarray(out, np.float32), np.asarray(wanted, np.float32)
+        assert np.isfinite(wanted).all()
+        np.testing.assert_allclose(out, wanted, rtol=tolerance, atol=tolerance)
+        return out
+
+    @pytest.mark.parametrize(("local_fmt", "pool_fmt"), [(F32, F32), (FP8_E8M0, FP4_E4M3)], ids=["f32", "packed"])
+    def test_float32(self, local_fmt, pool_fmt):
+        self.check(case(local_fmt, pool_fmt), local_fmt, pool_fmt)
+
+    def test_bfloat16_queries_and_probabilities(self):
+        # One rounding of a bfloat16 result may differ: 2^-8 of it.
+        arrays = case(FP8_E8M0, FP4_E4M3, dtype="bfloat16")
+        self.check(arrays, FP8_E8M0, FP4_E4M3, "bfloat16", tolerance=2.0**-8)
+
+    def test_one_query(self):
+        self.check(case(FP8_E8M0, FP4_E4M3, queries=1) | {}, FP8_E8M0, FP4_E4M3)
+
+    def test_window_only(self):
+        arrays = case() | {"pool": None, "page_table": None, "indices": None}
+        self.check(arrays)
+        # By hand: the last query of request 0 sees exactly the last WINDOW entries.
+        entries = np.asarray(arrays["local"].payload, np.float64)[0, -WINDOW:]
+        logits = 0.3 * np.asarray(arrays["queries"], np.float64)[0, -1] @ entries.T
+        p = np.exp(logits)
+        p /= p.sum(-1, keepdims=True) + np.exp(np.asarray(arrays["sink"], np.float64))[:, None]
+        np.testing.assert_allclose(self.check(arrays)[0, -1], p @ entries, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("sink", [-50.0, 0.0, 300.0])
+    def test_nothing_to_see_gives_exactly_zero(self, sink: float):
+        arrays = case()
+        arrays["local_valid"] = jnp.zeros_like(arrays["local_valid"])
+        arrays["indices"] = arrays["indices"].at[1].set(-1)
+        arrays["sink"] = jnp.full_like(arrays["sink"], sink)
+        out = self.check(arrays)
+        np.testing.assert_array_equal(out[1], 0)
+        np.testing.assert_array_equal(out[0, 1], 0)
+
+    @pytest.mark.parametrize("factor", [1e-20, 60.0, 1e4])
+    def test_flat_and_extreme_logits(self, factor: float):
+        arrays = case()
+        arrays["queries"] = arrays["queries"] * factor
+        # A logit of thousands is rounded by more than a float32 softmax's own error.
+        self.check(arrays, tolerance=2e-6 * max(factor, 1))
+
+    def test_a_nan_query_leaves_the_others(self):
+        arrays = case()
+        before = self.check(arrays)
+        arrays["queries"] = arrays["queries"].at[0, 3].set(jnp.nan)
+        static = {"local_fmt": F32, "pool_fmt": F32, "window": WINDOW, "scale": 0.3, "probability_dtype": jnp.float32}
+        after = np.asarray(self.run("sparse_attention", arrays, **static))
+        keep = np.ones(before.shape[:2], bool)
+        keep[0, 3] = False
+        np.testing.assert_array_equal(after[keep], before[keep])
+
+    def test_gradients_are_the_references_and_finite_beside_poison(self):
+        if not self.supports_gradient:
+            pytest.skip("no gradient on this back end")
+        arrays = case()
+        cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["queries"].shape), jnp.float32)
+        static = {"local_fmt": F32, "pool_fmt": F32, "window": WINDOW, "scale": 0.3, "probability_dtype": jnp.float32}
+
+        def gradients(function):
+            def loss(queries, local, pool, sink):
+                changed = {"queries": queries, "local": Packed(local, None), "pool": Packed(pool, None), "sink": sink}
+                return jnp.sum(function(arrays | changed) * cotangent)
+
+            start = (arrays["queries"], arrays["local"].payload, arrays["pool"].payload, arrays["sink"])
+            return jax.grad(loss, argnums=(0, 1, 2, 3))(*start)
+
+        mine = gradients(lambda a: self.run("sparse_attention", a, **static))
+        # The reference decodes whole pools, poison and all: it gets zeros instead.
+        clean = {name: Packed(jnp.nan_to_num(arrays[name].payload), None) for name in ("local", "pool")}
+        arrays |= clean
+        wanted = gradients(lambda a: reference.sparse_attention(**a, **static))
+        for name, left, right in zip(("queries", "local", "pool", "sink"), mine, wanted, strict=True):
+            np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(mine[1])[~np.asarray(arrays["local_valid"])], 0)
+
+    @pytest.mark.parametrize(
+        ("name", "probability_dtype", "tolerance"),
+        # The reference subtracts a running maximum, so that its bfloat16 probabilities round elsewhere: 2^-9 each.
+        [("out", "float32", 1e-6), ("out_bf16prob", "bfloat16", 2.0**-9), ("out_bf16", "bfloat16", 2.0**-7)],
+    )
+    def test_outputs_are_the_references(self, name: str, probability_dtype: str, tolerance: float):
+        ops = golden()
+        q, kv, idx = ops["sparse_attn.q"], ops["sparse_attn.kv"], ops["sparse_attn.idx"]
+        batch, entries, width = kv.shape
+        fmt = DenseFormat("bfloat16") if name == "out_bf16" else F32
+        pool, table = paged(np.random.default_rng(0), fmt, kv, [entries] * batch, 9)
+        arrays = {
+            "queries": jnp.asarray(q, fmt.dtype),
+            "local": Packed(jnp.full((batch, 1 + q.shape[1], width), jnp.nan, fmt.dtype), None),
+            "local_valid": jnp.zeros((batch, 1 + q.shape[1]), bool),
+            "pool": pool,
+            "page_table": table,
+            "indices": jnp.asarray(idx),
+            "sink": jnp.asarray(ops["sparse_attn.sink"]),
+        }
+        static = {"local_fmt": fmt, "pool_fmt": fmt, "window": 1, "scale": 0.25}
+        out = self.run("sparse_attention", arrays, probability_dtype=jnp.dtype(probability_dtype), **static)
+        wanted = ops["sparse_attn." + name].astype(np.float32)
+        np.testing.assert_allclose(np.asarray(out, np.float32), wanted, rtol=tolerance, atol=tolerance)
+        np.testing.assert_array_equal(np.asarray(out, np.float32)[0, 2], 0)
