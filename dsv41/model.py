@@ -36,6 +36,7 @@ from dsv41.settings import Settings
 from dsv41.state.request import EncoderDelta, ModelState, Segment
 from dsv41.state.ring import Ring, in_position_order
 from pallas_kernels.formats import Packed
+from pallas_kernels.index_select import BlockSelection
 
 
 @struct.dataclass
@@ -131,17 +132,18 @@ class Model(nn.Module):
         streams = jnp.repeat(x[:, :, None], self.settings.text.hc_mult, axis=2)
         segment = Segment(streams, first_mix(streams), is_image, seen, state.length, batch.count)
 
-        write_from = jnp.zeros_like(state.length) if write_from is None else write_from
-        step, ring = self._step(self.encoder, state, state.encoder_ring, segment, write_from, forced)
-        flow, outputs = self.encoder(self._flow(state, segment), ring, step)
+        engram = self.engram_inputs(self.encoder.engram_layers, seen)
+        step, ring = begin_step(self.settings, state, state.encoder_ring, segment, engram, write_from, forced)
+        flow, outputs = self.encoder(first_flow(self.settings, state, segment), ring, step)
         flow, projections = self._project(flow, outputs.projections, step)
         segment = segment.replace(streams=flow.streams, mix=flow.mix)
         return segment, EncoderDelta(flow.memory, outputs.entries, projections, ids)
 
     def decode(self, state: ModelState, segment: Segment, forced: ForcedSelection | None = None) -> Decoded:
         """Passes encoder outputs, whose global entries are in the memory, through the decoder."""
-        step, ring = self._step(self.decoder, state, state.decoder_ring, segment, segment.start, forced)
-        flow, outputs = self.decoder(self._flow(state, segment), ring, step)
+        engram = self.engram_inputs(self.decoder.engram_layers, segment.lookback)
+        step, ring = begin_step(self.settings, state, state.decoder_ring, segment, engram, forced=forced)
+        flow, outputs = self.decoder(first_flow(self.settings, state, segment), ring, step)
         x = mix_streams(flow.streams, flow.mix)
         self.sow("intermediates", "final_collapsed", x)
         return Decoded(self.norm(x), flow.taps, outputs.entries)
@@ -163,60 +165,65 @@ class Model(nn.Module):
             projections = {**projections, ratio: new if before is None else concatenate(before, new)}
         return flow, projections
 
-    def _step(
-        self, stack: Stack, state: ModelState, ring: Ring, segment: Segment, write_from: jax.Array,
-        forced: ForcedSelection | None,
-    ) -> tuple[Step, Packed]:
-        text = self.settings.text
-        positions = segment.start[:, None] + jnp.arange(segment.is_image.shape[1], dtype=jnp.int32)
-        valid = positions < (segment.start + segment.count)[:, None]
-        ordered, held = in_position_order(ring, segment.start)
-        step = Step(
-            start=segment.start,
-            count=segment.count,
-            positions=positions,
-            valid=valid,
-            write_from=write_from,
-            page_table=state.page_table,
-            local_valid=jnp.concatenate([held, valid], axis=1),
-            is_image=segment.is_image,
-            rope_window=rotary_table(positions, window_frequencies(text)),
-            rope_csa=rotary_table(positions, csa_frequencies(text)),
-            tails=state.tails,
-            engram=self._engram_inputs(stack, segment.lookback),
-            forced=forced,
-        )
-        return step, ordered
+    def engram_inputs(self, layers: tuple[int, ...], seen: jax.Array) -> EngramInputs | None:
+        """Keys and values of some Engram layers, stacked (None for none); addresses depend on tokens only.
 
-    def _engram_inputs(self, stack: Stack, seen: jax.Array) -> EngramInputs | None:
-        """Keys and values of the stack's Engram layers, stacked; addresses depend on tokens only."""
+        Args:
+          seen: compressed ids that each position looks back on, int32 ``[batch, query, max n-gram]``.
+        """
         text = self.settings.text
-        if not stack.engram_layers:
+        if not layers:
             return None
-        constants = ngram_hash(text)
-        ids = hash_ids(constants, seen, self.token_map.value[text.engram_pad_token_id])
-        rows = [self.engram[str(layer)](ids[text.engram_layer_ids.index(layer)]) for layer in stack.engram_layers]
+        ids = hash_ids(ngram_hash(text), seen, self.token_map.value[text.engram_pad_token_id])
+        rows = [self.engram[str(layer)](ids[text.engram_layer_ids.index(layer)]) for layer in layers]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-
-    def _flow(self, state: ModelState, segment: Segment) -> Flow:
-        """The flow before the first layer of a stack."""
-        text, table = self.settings.text, self.settings.table
-        batch, queries = segment.is_image.shape
-        blocks = 0
-        if text.candidate_source_layer_id is not None:
-            ratio = table.layers[text.candidate_source_layer_id].kind.ratio
-            entries = state.page_table.shape[1] * self.settings.page_entries(ratio)
-            blocks = min(text.candidate_topk_blocks, -(-entries // text.candidate_block_size))
-        return Flow(
-            streams=segment.streams,
-            mix=segment.mix,
-            memory=state.memory,
-            selection=jnp.full((batch, queries, text.index_topk), -1, jnp.int32),
-            blocks=jnp.full((batch, queries, blocks), -1, jnp.int32),
-            taps=jnp.zeros((len(text.dspark_target_layer_ids), batch, queries, text.hidden_size), self.settings.dtype),
-        )
 
     def declare_all(self, state: ModelState, batch: TokenBatch) -> jax.Array:
         """Touches every parameter once; for ``init`` and ``eval_shape``."""
         segment, delta = self.encode(state, batch)
         return self.logits(self.decode(state.replace(memory=delta.memory), segment).hidden)
+
+
+def begin_step(
+    settings: Settings, state: ModelState, ring: Ring, segment: Segment, engram: EngramInputs | None,
+    write_from: jax.Array | None = None, forced: ForcedSelection | None = None,
+) -> tuple[Step, Packed]:
+    """What all layers of a stack share in one step, and their window entries in position order."""
+    positions = segment.start[:, None] + jnp.arange(segment.is_image.shape[1], dtype=jnp.int32)
+    valid = positions < (segment.start + segment.count)[:, None]
+    ordered, held = in_position_order(ring, segment.start)
+    step = Step(
+        start=segment.start,
+        count=segment.count,
+        positions=positions,
+        valid=valid,
+        write_from=jnp.zeros_like(segment.start) if write_from is None else write_from,
+        page_table=state.page_table,
+        local_valid=jnp.concatenate([held, valid], axis=1),
+        is_image=segment.is_image,
+        rope_window=rotary_table(positions, window_frequencies(settings.text)),
+        rope_csa=rotary_table(positions, csa_frequencies(settings.text)),
+        tails=state.tails,
+        engram=engram,
+        forced=forced,
+    )
+    return step, ordered
+
+
+def first_flow(settings: Settings, state: ModelState, segment: Segment) -> Flow:
+    """The flow before the first layer of a stack: nothing selected, nothing tapped."""
+    text, table = settings.text, settings.table
+    batch, queries = segment.is_image.shape
+    blocks = 0
+    if text.candidate_source_layer_id is not None:
+        ratio = table.layers[text.candidate_source_layer_id].kind.ratio
+        entries = state.page_table.shape[1] * settings.page_entries(ratio)
+        blocks = BlockSelection(text.candidate_block_size, text.candidate_topk_blocks).chosen(entries)
+    return Flow(
+        streams=segment.streams,
+        mix=segment.mix,
+        memory=state.memory,
+        selection=jnp.full((batch, queries, text.index_topk), -1, jnp.int32),
+        blocks=jnp.full((batch, queries, blocks), -1, jnp.int32),
+        taps=jnp.zeros((len(text.dspark_target_layer_ids), batch, queries, text.hidden_size), settings.dtype),
+    )

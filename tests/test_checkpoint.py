@@ -220,6 +220,19 @@ def test_slicing_changes_nothing():
         assert max(p.peak_host_bytes for p in seen) <= 50_000
 
 
+def test_a_table_can_go_to_pinned_host_memory():
+    config, reader = quantized_config("mini8"), golden_reader("mini8")
+    memory = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=memory),
+        {"engram_1": abstract_parameters(config)["engram_1"]},
+    )
+    for slice_bytes in (20_000, 10_000_000):
+        table = load_checkpoint(reader, config, target, slice_bytes=slice_bytes)["engram_1"]["embed"]["weight"]
+        assert table.sharding.memory_kind == "pinned_host"
+        assert bits(table) == bits(reader.read("layers.1.engram.embed.weight"))
+
+
 def test_bfloat16_target_rounds_matrices_and_keeps_float32_tensors():
     config, reader = quantized_config("mini8"), golden_reader("mini8")
     wide = flatten_tree(load_checkpoint(reader, config, abstract_parameters(config, storage="float32")))
@@ -544,26 +557,27 @@ def test_random_values_are_pinned():
     source = RandomSource(quantized_config("mini8"), seed=0)
     assert source.read("norm.weight", slice(0, 4)).astype(np.float32).tolist() == [1.078125, 0.8125, 1.140625, 1.21875]
     assert source.read("layers.0.attn.wq_a.weight")[0, :4].astype(np.float32).tolist() == [-16.0, -22.0, 64.0, 16.0]
-    assert source.read("layers.0.ffn.experts.0.w1.weight")[0, :4].tolist() == [26, 40, 233, 59]
+    assert source.read("layers.0.ffn.experts.0.w1.weight")[0, :4].tolist() == [17, 62, 49, 74]
 
 
 def test_random_weights_have_the_golden_spread():
     """Of each kind of tensor, over all layers: mean and deviation near those of a model that is known to be lively."""
     config = float_config("tiny40")
     target = abstract_parameters(config, storage="float32")
-    moments = []
-    for source in (golden_reader("tiny40"), RandomSource(quantized_config("tiny40"), seed=0)):
-        params = flatten_tree(load_checkpoint(source, config, target))
-        kinds = collections.defaultdict(list)
-        for path, leaf in params.items():
+    kinds: dict[str, list[list[np.ndarray]]] = {}
+    for i, source in enumerate((golden_reader("tiny40"), RandomSource(quantized_config("tiny40"), seed=0))):
+        for path, leaf in flatten_tree(load_checkpoint(source, config, target)).items():
             kind = "/".join(p for p in path if not re.match(r"(encoder|decoder|groups|runs|engram|stages|blocks)", p))
-            kinds[kind].append(np.asarray(leaf).ravel())
-        moments.append({k: (float(np.concatenate(v).mean()), float(np.concatenate(v).std())) for k, v in kinds.items()})
-    golden, ours = moments
-    assert golden.keys() == ours.keys()
-    for kind, (mean, deviation) in golden.items():
-        assert ours[kind][1] == pytest.approx(deviation, rel=0.35), kind
-        assert ours[kind][0] == pytest.approx(mean, abs=0.3 * deviation + 0.05), kind
+            kinds.setdefault(kind, [[], []])[i].append(np.asarray(leaf, np.float64).ravel())
+    compared = 0
+    for kind, pair in kinds.items():
+        golden, ours = map(np.concatenate, pair)
+        if golden.size < 100:  # too few to estimate a deviation from
+            continue
+        assert ours.std() == pytest.approx(golden.std(), rel=0.35), kind
+        assert ours.mean() == pytest.approx(golden.mean(), abs=0.3 * float(golden.std()) + 0.05), kind
+        compared += 1
+    assert compared > 60
 
 
 def test_random_scales_keep_the_intended_deviation():
@@ -571,7 +585,11 @@ def test_random_scales_keep_the_intended_deviation():
     text = dataclasses.replace(config.text, hidden_size=1024, moe_intermediate_size=1024)
     config = dataclasses.replace(config, text=text)
     source = RandomSource(config, seed=0)
-    for name in ("layers.0.ffn.experts.0.w1.weight", "layers.0.ffn.shared_experts.w1.weight", "layers.1.engram.wkv.weight"):
+    for name in (
+        "layers.0.ffn.experts.0.w1.weight",
+        "layers.0.ffn.shared_experts.w1.weight",
+        "layers.1.engram.wkv.weight",
+    ):
         spec = checkpoint_layout(config)[name]
         scales = source.read(spec.scale_name)
         assert len(np.unique(scales)) == 3

@@ -164,7 +164,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class _HostShard:
-    """A device's share of a small leaf, gathered on the host and sent once."""
+    """A device's share of a small leaf, or of one that stays in host memory, gathered on the host and sent once."""
 
     def __init__(self, memory: jax.sharding.SingleDeviceSharding, box: Box, dtype: np.dtype) -> None:
         self.memory, self.box = memory, box
@@ -221,10 +221,12 @@ class _Loader:
         local = sum(math.prod(b - a for a, b in box) for box in boxes.values()) * dtype.itemsize
         # Half of the allowance for a leaf gathered on the host, half for the slice on its way into it.
         small = local <= self.slice_bytes // 2
-        kind = _HostShard if small else _DeviceShard
+        # Other memories of a device (pinned host memory) are no operands of a program: their leaves go there whole.
+        elsewhere = any(sharding.memory_kind not in (None, device.default_memory().kind) for device in boxes)
+        kind = _HostShard if small or elsewhere else _DeviceShard
         memory = functools.partial(jax.sharding.SingleDeviceSharding, memory_kind=sharding.memory_kind)
         shards = [kind(memory(device), box, dtype) for device, box in boxes.items()]
-        held = local if small else 0
+        held = local if kind is _HostShard else 0
         for part in parts:
             for rows in self._row_slices(part, shards, dtype, self.slice_bytes // (2 if small else 1)):
                 self._copy(part, rows, shards, dtype, held)
@@ -334,7 +336,8 @@ def load_checkpoint(
       target: nested dict of ``jax.ShapeDtypeStruct``, with or without sharding (without: the first local device).
         It may lack whole top-level entries (``vision``, ``dspark``, ``encoder`` …), whose tensors are then not read.
       progress: called after each slice and each tensor.
-      slice_bytes: bound on the host memory for data in flight, conversions included (at least one row is held).
+      slice_bytes: bound on the host memory for data in flight, conversions included (at least one row is held). A leaf
+        whose sharding names host memory is gathered there whole before it is handed over.
 
     Returns:
       The tree with arrays in place of the target's leaves.

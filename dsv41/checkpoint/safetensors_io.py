@@ -26,6 +26,10 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(np.uint8),
     "I8": np.dtype(np.uint8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
 }
 """How each stored dtype is held in memory. Scales and packed codes are bytes, not numbers."""
 
@@ -161,6 +165,15 @@ def _read_index(directory: pathlib.Path) -> dict[str, _Entry]:
     return entries
 
 
+def read_tensors(file: str | pathlib.Path) -> dict[str, np.ndarray]:
+    """All tensors of one safetensors file, by name, in the dtypes of :data:`NUMPY_DTYPES`.
+
+    Raises:
+      CheckpointError: see :func:`read_header`.
+    """
+    return {name: _read_entry(name, entry, None) for name, entry in read_header(pathlib.Path(file)).items()}
+
+
 class CheckpointReader:
     """Reads a directory in the public layout; opening it reads headers only.
 
@@ -196,19 +209,23 @@ class CheckpointReader:
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.directory}: {name}: no such tensor")
-        start, stop = check_rows(name, entry.shape, rows)
-        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
-        out = np.empty(shape, NUMPY_DTYPES[entry.dtype])
-        row_bytes = math.prod(entry.shape[1:]) * out.itemsize
-        with entry.file.open("rb", buffering=0) as stream:
-            stream.seek(entry.offset + start * row_bytes)
-            view, done = memoryview(out.reshape(-1).view(np.uint8)), 0
-            while done < out.nbytes:
-                count = stream.readinto(view[done:])
-                if not count:
-                    raise CheckpointError(f"{entry.file}: {name}: ends after {done} of {out.nbytes} bytes")
-                done += count
-        return out
+        return _read_entry(name, entry, rows)
+
+
+def _read_entry(name: str, entry: _Entry, rows: slice | None) -> np.ndarray:
+    start, stop = check_rows(name, entry.shape, rows)
+    shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+    out = np.empty(shape, NUMPY_DTYPES[entry.dtype])
+    row_bytes = math.prod(entry.shape[1:]) * out.itemsize
+    with entry.file.open("rb", buffering=0) as stream:
+        stream.seek(entry.offset + start * row_bytes)
+        view, done = memoryview(out.reshape(-1).view(np.uint8)), 0
+        while done < out.nbytes:
+            count = stream.readinto(view[done:])
+            if not count:
+                raise CheckpointError(f"{entry.file}: {name}: ends after {done} of {out.nbytes} bytes")
+            done += count
+    return out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
-from dsv41.state.request import ModelState, create_segment
+from dsv41.state.request import ModelState, Segment, create_segment
 from dsv41.steps.prefill import Variables, encode_chunk, exact_chunk, replay_decoder
 
 
@@ -64,51 +64,86 @@ def prefill(
       state: donated.
       rows: the requests, one a prompt; prompts may differ in length.
       prompts: whole prompts, token ids.
-      cached: positions whose global entries are in the requests' pages already (a prefix hit); their window
-        entries are not, so the encoder replays up to a window before the hit with global writes off.
+      cached: positions whose global entries are in the requests' pages already (a prefix hit); see
+        :func:`encode_prompts`.
       progress: called with the number of tokens of each chunk done.
 
     Returns:
       the state, and logits ``[rows, vocab]`` of every prompt's last token.
 
     Raises:
-      ValueError: an empty prompt, a hit that is not shorter than every prompt or not a multiple of every ratio.
+      ValueError: an empty prompt, a hit that is not shorter than every prompt or not a multiple of every ratio,
+        a hit in exact mode.
     """
-    settings = model.settings
-    window = settings.text.sliding_window
+    if options.mode == "replay":
+        state, tail = encode_prompts(model, variables, state, rows, prompts, options, cached, progress)
+        return replay_decoder(model, variables, state, jnp.asarray(rows, jnp.int32), tail)
+    if cached:
+        raise ValueError("exact prefill needs the decoder's rings of the prefix; a hit without them is replayed")
+    check_prompts(model.settings, prompts, cached)
+    index = jnp.asarray(rows, jnp.int32)
+    logits = jnp.zeros((len(prompts), model.settings.text.vocab_size), jnp.float32)
+    for batch in chunk_batches(prompts, options, 0):
+        state, new = exact_chunk(model, variables, state, index, batch)
+        logits = jnp.where((batch.count > 0)[:, None], new, logits)
+        if progress is not None:
+            progress(int(batch.count.sum()))
+    return state, logits
+
+
+def encode_prompts(
+    model: Model,
+    variables: Variables,
+    state: ModelState,
+    rows: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    options: PrefillOptions,
+    cached: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[ModelState, Segment]:
+    """The encoder's part of a replayed prefill; arguments as of :func:`prefill`.
+
+    After a prefix hit whose window rings are lost the encoder replays up to a window before the hit: global
+    writes off below it, local attention cut at the start, n-gram history known from the prompt.
+
+    Returns:
+      the state, and the last encoder outputs of every prompt.
+    """
+    check_prompts(model.settings, prompts, cached)
+    window = model.settings.text.sliding_window
+    begin = max(0, cached - window)
+    index = jnp.asarray(rows, jnp.int32)
+    if begin:
+        state = _place_after(variables, state, index, prompts, begin)
+    write_from = jnp.full(index.shape, cached, jnp.int32)
+    tail = create_segment(model.settings, len(prompts), options.replay_length or window)
+    for batch in chunk_batches(prompts, options, begin):
+        state, tail = encode_chunk(model, variables, state, index, tail, batch, write_from)
+        if progress is not None:
+            progress(int(batch.count.sum()))
+    return state, tail
+
+
+def check_prompts(settings: Settings, prompts: Sequence[Sequence[int]], cached: int) -> None:
+    """Refuses prompts and hits that cannot be prefilled (see :func:`prefill`)."""
     for prompt in prompts:
         if len(prompt) <= cached:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves nothing to prefill after {cached} cached ones")
     if cached != usable_hit(settings, cached):
         raise ValueError(f"a prefix hit of {cached} tokens is not a multiple of the compress ratios")
-    if cached and options.mode == "exact":
-        raise ValueError("exact prefill needs the decoder's rings of the prefix; a hit without them is replayed")
-    begin = max(0, cached - window)
-    index = jnp.asarray(np.asarray(rows, np.int32))
-    if cached:
-        state = _place_after(model, variables, state, index, prompts, begin)
+
+
+def chunk_batches(prompts: Sequence[Sequence[int]], options: PrefillOptions, begin: int) -> Iterator[TokenBatch]:
+    """The chunks of prompts from position ``begin`` on, padded to the options' widths."""
     live = np.array([len(prompt) for prompt in prompts], np.int32)
-    write_from = jnp.full(index.shape, cached, jnp.int32)
-    tail = create_segment(settings, len(prompts), options.replay_length or window)
-    logits = jnp.zeros((len(prompts), settings.text.vocab_size), jnp.float32)
     done = begin
     for width, _ in options.chunks(int(live.max()) - begin):
-        count = np.clip(live - done, 0, width)
+        count = np.clip(live - done, 0, width).astype(np.int32)
         tokens = np.zeros((len(prompts), width), np.int32)
         for i, prompt in enumerate(prompts):
             tokens[i, : count[i]] = prompt[done : done + count[i]]
-        batch = TokenBatch(jnp.asarray(tokens), jnp.asarray(count))
-        if options.mode == "replay":
-            state, tail = encode_chunk(model, variables, state, index, tail, batch, write_from)
-        else:
-            state, new = exact_chunk(model, variables, state, index, batch)
-            logits = jnp.where((batch.count > 0)[:, None], new, logits)
+        yield TokenBatch(jnp.asarray(tokens), jnp.asarray(count))
         done += width
-        if progress is not None:
-            progress(int(count.sum()))
-    if options.mode == "replay":
-        state, logits = replay_decoder(model, variables, state, index, tail)
-    return state, logits
 
 
 def usable_hit(settings: Settings, cached: int) -> int:
@@ -118,7 +153,7 @@ def usable_hit(settings: Settings, cached: int) -> int:
 
 
 def _place_after(
-    model: Model, variables: Variables, state: ModelState, rows: jax.Array, prompts: Sequence[Sequence[int]], begin: int
+    variables: Variables, state: ModelState, rows: jax.Array, prompts: Sequence[Sequence[int]], begin: int
 ) -> ModelState:
     """Moves empty requests to position ``begin``: rings stay empty, the n-gram history is known from the prompt."""
     reach = state.ngram_tail.shape[1]

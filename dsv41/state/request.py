@@ -95,6 +95,13 @@ def create_state(settings: Settings, batch: int, pages: int, table_pages: int) -
     )
 
 
+def create_sequential_state(settings: Settings, batch: int, tokens: int) -> ModelState:
+    """An empty state in which every request holds its own pages for ``tokens`` tokens, in order."""
+    table_pages = -(-tokens // settings.page_tokens)
+    state = create_state(settings, batch, batch * table_pages, table_pages)
+    return state.replace(page_table=jnp.arange(batch * table_pages, dtype=jnp.int32).reshape(batch, table_pages))
+
+
 def commit_encoder(state: ModelState, delta: EncoderDelta, count: jax.Array) -> ModelState:
     """The state after the encoder consumed the first ``count`` [batch] tokens of a pass."""
     return state.replace(

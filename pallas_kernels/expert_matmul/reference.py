@@ -1,4 +1,4 @@
-"""Routed experts as a loop over rows and their experts."""
+"""Routed experts with a copy of its experts' matrices for every row."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ def expert_matmul(
     limit: float,
     activation_fmt: Format,
 ) -> jax.Array:
-    """See :func:`pallas_kernels.expert_matmul.expert_matmul`; ids must be concrete."""
-    gates, ups, downs = (decode_weights(w, jnp.float32) for w in (w1, w3, w2))
+    """See :func:`pallas_kernels.expert_matmul.expert_matmul`."""
+    real = (expert_ids >= 0) & (expert_ids < w1.weight.shape[0])
+    gates, ups, downs = (decode_weights(w, jnp.float32)[jnp.where(real, expert_ids, 0)] for w in (w1, w3, w2))
 
     def product(w: jax.Array, v: jax.Array) -> jax.Array:
         rounded = activation_fmt.round(v).astype(jnp.float32)
-        return jnp.dot(w, rounded, precision=lax.Precision.HIGHEST).astype(x.dtype).astype(jnp.float32)
+        out = jnp.einsum("tkoi,tki->tko", w, rounded, precision=lax.Precision.HIGHEST)
+        return out.astype(x.dtype).astype(jnp.float32)
 
-    rows = []
-    for row, ids, row_weights in zip(x, expert_ids, expert_weights, strict=True):
-        total = jnp.zeros(x.shape[-1], jnp.float32)
-        for e, weight in zip(ids, row_weights, strict=True):
-            if 0 <= e < gates.shape[0]:
-                gate = jnp.minimum(product(gates[e], row), limit)
-                up = jnp.clip(product(ups[e], row), -limit, limit)
-                total += product(downs[e], (jax.nn.silu(gate) * up * weight).astype(x.dtype))
-        rows.append(total)
-    return jnp.stack(rows)
+    rows = jnp.broadcast_to(x[:, None], (*expert_ids.shape, x.shape[-1]))
+    gate = jnp.minimum(product(gates, rows), limit)
+    up = jnp.clip(product(ups, rows), -limit, limit)
+    out = product(downs, (jax.nn.silu(gate) * up * expert_weights[..., None]).astype(x.dtype))
+    return jnp.sum(jnp.where(real[..., None], out, 0), axis=1)

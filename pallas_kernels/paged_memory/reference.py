@@ -8,12 +8,14 @@ import numpy as np
 
 from pallas_kernels.formats import Format, Packed
 
+_encode = jax.jit(lambda fmt, values: fmt.encode(values), static_argnums=0)
+
 
 def append(
     pool: Packed, fmt: Format, page_table: jax.Array, start: jax.Array, count: jax.Array, values: jax.Array
 ) -> Packed:
     """See :func:`pallas_kernels.paged_memory.append`."""
-    new = fmt.encode(values).map(np.asarray)
+    new = _encode(fmt, values).map(np.asarray)
     out = pool.map(lambda leaf: np.array(leaf))
     pages, page_entries = pool.payload.shape[:2]
     table = np.asarray(page_table)

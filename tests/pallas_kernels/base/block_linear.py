@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.block_linear import decode_blocks, reference
 from pallas_kernels.formats import FP8_E8M0, DenseFormat
-from tests.pallas_kernels.base.common import OperationTests, golden
+from tests.pallas_kernels.base.common import OperationTests, compiled, golden
 
 
 def case(dtype="float32") -> dict:
@@ -29,7 +29,7 @@ class BlockLinearTests(OperationTests):
         out = self.run("block_linear", arrays, activation_fmt=fmt)
         assert out.dtype == dtype
         assert out.shape == (2, 3, 64)
-        wanted = np.asarray(reference.block_linear(**arrays, activation_fmt=fmt), np.float32)
+        wanted = np.asarray(compiled(reference.block_linear, arrays, activation_fmt=fmt), np.float32)
         tolerance = 2.0**-8 if dtype == "bfloat16" else 1e-5
         np.testing.assert_allclose(np.asarray(out, np.float32), wanted, rtol=tolerance, atol=1e-4)
 
@@ -55,9 +55,9 @@ class BlockLinearTests(OperationTests):
         def loss(x, weight):
             return jnp.sum(self.run("block_linear", {"x": x, "weight": weight, "scale": None}, activation_fmt=FP8_E8M0))
 
-        dx, dweight = jax.grad(loss, argnums=(0, 1))(arrays["x"], weight)
+        dx, dweight = jax.jit(jax.grad(loss, argnums=(0, 1)))(arrays["x"], weight)
         np.testing.assert_allclose(np.asarray(dx), np.broadcast_to(weight.sum(0), dx.shape), rtol=1e-5, atol=1e-4)
-        rounded = np.asarray(FP8_E8M0.round(arrays["x"])).reshape(-1, 96).sum(0)
+        rounded = np.asarray(jax.jit(FP8_E8M0.round)(arrays["x"])).reshape(-1, 96).sum(0)
         np.testing.assert_allclose(np.asarray(dweight), np.broadcast_to(rounded, dweight.shape), rtol=1e-5, atol=1e-4)
 
     def test_scales_that_do_not_fit_are_refused(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,16 @@ class OperationTests:
         """Traces and runs the operation anew, so that settings of this moment hold."""
         function = backend.implementation(operation, self.backend)
         return jax.jit(lambda arrays: function(**arrays, **static))(arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _compiled(function: Callable, arrays: dict, static: tuple):
+    return function(**arrays, **dict(static))
+
+
+def compiled(function: Callable, arrays: dict, **static):
+    """A reference, compiled once for each set of shapes."""
+    return _compiled(function, arrays, tuple(static.items()))
 
 
 @functools.cache

@@ -9,10 +9,14 @@ import pytest
 
 from pallas_kernels.expert_matmul import ExpertWeights, decode_weights, reference
 from pallas_kernels.formats import FP4_E8M0, FP8_E8M0, DenseFormat
-from tests.pallas_kernels.base.common import OperationTests, golden
+from tests.pallas_kernels.base.common import OperationTests, compiled, golden
 
 F32 = DenseFormat("float32")
 LIMIT = 1.5
+
+
+def encode(x: jax.Array):
+    return FP4_E8M0.encode(x)
 
 
 def case(experts: int, rows=11, k=2, hidden=64, inner=32, packed=False, dtype="float32") -> dict:
@@ -21,7 +25,7 @@ def case(experts: int, rows=11, k=2, hidden=64, inner=32, packed=False, dtype="f
 
     def matrix(out: int, width: int) -> ExpertWeights:
         w = jnp.asarray(rng.standard_t(3, (experts, out, width)) / np.sqrt(width), jnp.float32)
-        return ExpertWeights(*FP4_E8M0.encode(w)) if packed else ExpertWeights(w, None)
+        return ExpertWeights(*compiled(encode, {"x": w})) if packed else ExpertWeights(w, None)
 
     ids = np.stack([rng.permutation(experts)[:k] for _ in range(rows)]).astype(np.int32)
     ids[3] = experts
@@ -44,7 +48,7 @@ class ExpertMatmulTests(OperationTests):
 
     def check(self, arrays: dict, fmt, tolerance: float):
         out = np.asarray(self.run("expert_matmul", arrays, limit=LIMIT, activation_fmt=fmt))
-        wanted = np.asarray(reference.expert_matmul(**arrays, limit=LIMIT, activation_fmt=fmt))
+        wanted = np.asarray(compiled(reference.expert_matmul, arrays, limit=LIMIT, activation_fmt=fmt))
         assert out.dtype == np.float32
         np.testing.assert_allclose(out, wanted, rtol=tolerance, atol=tolerance)
         np.testing.assert_array_equal(out[3], 0)
@@ -58,10 +62,9 @@ class ExpertMatmulTests(OperationTests):
     @pytest.mark.parametrize("experts", EXPERTS)
     def test_bfloat16_with_rounded_activations(self, experts: int):
         # Both round the same products; one that lies at a tie may fall to the other side, of bfloat16 or of E4M3.
-        out = self.check(case(experts, packed=True, dtype="bfloat16"), FP8_E8M0, 2.0**-4)
-        wanted = reference.expert_matmul(
-            **case(experts, packed=True, dtype="bfloat16"), limit=LIMIT, activation_fmt=FP8_E8M0
-        )
+        arrays = case(experts, packed=True, dtype="bfloat16")
+        out = self.check(arrays, FP8_E8M0, 2.0**-4)
+        wanted = compiled(reference.expert_matmul, arrays, limit=LIMIT, activation_fmt=FP8_E8M0)
         assert np.mean(np.abs(out - np.asarray(wanted)) <= 1e-6) > 0.9
 
     @pytest.mark.parametrize("experts", EXPERTS)
@@ -92,11 +95,11 @@ class ExpertMatmulTests(OperationTests):
             def loss(chosen):
                 return jnp.sum(function(arrays | chosen) * cotangent)
 
-            return jax.grad(loss)({name: arrays[name] for name in names})
+            return jax.jit(jax.grad(loss))({name: arrays[name] for name in names})
 
         mine = gradients(lambda a: self.run("expert_matmul", a, limit=LIMIT, activation_fmt=F32), arrays)
         arrays["x"] = jnp.nan_to_num(arrays["x"])
-        wanted = gradients(lambda a: reference.expert_matmul(**a, limit=LIMIT, activation_fmt=F32), arrays)
+        wanted = gradients(lambda a: compiled(reference.expert_matmul, a, limit=LIMIT, activation_fmt=F32), arrays)
         for name in names:
             for left, right in zip(jax.tree.leaves(mine[name]), jax.tree.leaves(wanted[name]), strict=True):
                 np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=1e-4, atol=1e-5, err_msg=name)
@@ -107,14 +110,15 @@ class ExpertMatmulTests(OperationTests):
             pytest.skip("no gradient on this back end")
         arrays = case(experts, packed=True)
         floats = arrays | {
-            name: ExpertWeights(decode_weights(arrays[name], jnp.float32), None) for name in ("w1", "w3", "w2")
+            name: ExpertWeights(compiled(decode_weights, {"weights": arrays[name]}, dtype=jnp.float32), None)
+            for name in ("w1", "w3", "w2")
         }
 
         def gradient(arrays):
             def loss(x):
                 return jnp.sum(self.run("expert_matmul", arrays | {"x": x}, limit=LIMIT, activation_fmt=F32) ** 2)
 
-            return np.asarray(jax.grad(loss)(arrays["x"]))
+            return np.asarray(jax.jit(jax.grad(loss))(arrays["x"]))
 
         np.testing.assert_array_equal(gradient(arrays), gradient(floats))
 
@@ -136,5 +140,5 @@ class ExpertMatmulTests(OperationTests):
         ops = golden()
         weights = ExpertWeights(jnp.asarray(ops["fp4_gemm.w"])[None], jnp.asarray(ops["fp4_gemm.w_scale"])[None])
         for dtype in (jnp.float32, jnp.bfloat16):
-            decoded = np.asarray(decode_weights(weights, dtype), np.float32)
+            decoded = np.asarray(compiled(decode_weights, {"weights": weights}, dtype=dtype), np.float32)
             np.testing.assert_array_equal(decoded[0], ops["fp4_gemm.w_dequant"])

@@ -1,0 +1,132 @@
+"""From a checkpoint, or from a seed, to the variables that steps take: parameters and the token map."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.checkpoint import (
+    CheckpointError,
+    CheckpointReader,
+    LoadProgress,
+    ParameterTree,
+    RandomSource,
+    TensorSource,
+    load_checkpoint,
+)
+from dsv41.config import ModelConfig
+from dsv41.model import Model, TokenBatch
+from dsv41.state.request import create_state
+from dsv41.steps.prefill import Variables
+from dsv41.tokens.compression import token_map
+from dsv41.tokens.tokenizer import Tokenizer
+
+TOKEN_MAP_FILE = "token_map.npy"
+"""Beside a checkpoint (or one directory above it): compressed ids of a vocabulary that is not the packaged one."""
+
+
+def abstract_variables(model: Model) -> ParameterTree:
+    """Shapes and dtypes of the model's parameters as ``jax.ShapeDtypeStruct`` leaves; nothing is allocated."""
+    state = jax.eval_shape(functools.partial(create_state, model.settings, batch=1, pages=1, table_pages=1))
+    batch = TokenBatch(jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
+    declared = jax.eval_shape(functools.partial(model.init, method="declare_all"), jax.random.key(0), state, batch)
+    return nn.meta.unbox(declared)["params"]
+
+
+def load_variables(
+    model: Model,
+    source: TensorSource,
+    ids: np.ndarray,
+    progress: Callable[[LoadProgress], None] | None = None,
+) -> Variables:
+    """The variables of a model: the source's tensors, stored as the model's settings say, and the token map.
+
+    Args:
+      source: a checkpoint, or random weights in its place.
+      ids: token map, int32 ``[vocab]``.
+      progress: called after each slice and each tensor.
+
+    Raises:
+      CheckpointError: the tensors do not fit the configuration; all that do not are named.
+    """
+    params = load_checkpoint(source, model.settings.config, abstract_variables(model), progress)
+    # On the device that holds the parameters: arrays that are bound to no device would compile every step twice.
+    return {"params": params, "constants": {"token_map": jax.device_put(ids, jax.local_devices()[0])}}
+
+
+def random_variables(model: Model, seed: int, tokenizer: Tokenizer | None) -> Variables:
+    """Random weights and a token map for them: the tokenizer's if it is the model's, else ids in order.
+
+    Without texts there is nothing to normalise; token t then takes compressed id t modulo the compressed vocabulary.
+    """
+    config = model.settings.config
+    ids = None if tokenizer is None else _own_token_map(config, tokenizer)
+    if ids is None:
+        ids = np.arange(config.text.vocab_size, dtype=np.int32) % np.int32(config.text.engram_compressed_vocab_size)
+    return load_variables(model, RandomSource(config, seed), ids)
+
+
+def checkpoint_variables(
+    model: Model,
+    directory: pathlib.Path,
+    tokenizer: Tokenizer | None,
+    progress: Callable[[LoadProgress], None] | None = None,
+) -> Variables:
+    """The variables of the checkpoint in ``directory``.
+
+    The token map is computed from the tokenizer if the configuration's compressed vocabulary is what it gives, else
+    read from ``token_map.npy`` in the directory or its parent.
+
+    Raises:
+      CheckpointError: see :func:`load_variables`; also a token map that is missing or does not fit.
+    """
+    reader = CheckpointReader(directory)
+    return load_variables(model, reader, checkpoint_token_map(model.settings.config, directory, tokenizer), progress)
+
+
+def model_tokenizer(config: ModelConfig) -> Tokenizer | None:
+    """The packaged tokenizer if the model's vocabulary has its size, else None: such a model takes ids only."""
+    tokenizer = Tokenizer()
+    return tokenizer if tokenizer.vocab_size == config.text.vocab_size else None
+
+
+def checkpoint_token_map(config: ModelConfig, directory: pathlib.Path, tokenizer: Tokenizer | None) -> np.ndarray:
+    """Compressed ids int32 ``[vocab]`` for a checkpoint; see :func:`checkpoint_variables`.
+
+    Raises:
+      CheckpointError: there is no map, or the file's shape, dtype or ids do not fit the configuration.
+    """
+    text = config.text
+    ids = None if tokenizer is None else _own_token_map(config, tokenizer)
+    if ids is not None:
+        return ids
+    for path in (directory / TOKEN_MAP_FILE, directory.absolute().parent / TOKEN_MAP_FILE):
+        if path.is_file():
+            break
+    else:
+        raise CheckpointError(
+            f"{directory}: no {TOKEN_MAP_FILE} there or one directory above, and text_config.vocab_size "
+            f"{text.vocab_size} with engram_compressed_vocab_size {text.engram_compressed_vocab_size} is not the "
+            "packaged vocabulary"
+        )
+    ids = np.load(path, allow_pickle=False)
+    if ids.shape != (text.vocab_size,) or not np.issubdtype(ids.dtype, np.integer):
+        raise CheckpointError(f"{path}: {ids.dtype} {list(ids.shape)} where integers [{text.vocab_size}] are needed")
+    if ids.min() < 0 or ids.max() >= text.engram_compressed_vocab_size:
+        raise CheckpointError(
+            f"{path}: ids {ids.min()} … {ids.max()} outside 0 … {text.engram_compressed_vocab_size - 1} "
+            "(text_config.engram_compressed_vocab_size)"
+        )
+    return ids.astype(np.int32)
+
+
+def _own_token_map(config: ModelConfig, tokenizer: Tokenizer) -> np.ndarray | None:
+    """The tokenizer's map if it has exactly the compressed ids that the configuration counts."""
+    ids = token_map(tokenizer)
+    return ids if int(ids.max()) + 1 == config.text.engram_compressed_vocab_size else None

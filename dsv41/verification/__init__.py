@@ -1,0 +1,1 @@
+"""Parity with the public reference, checkable by anybody: runs a golden directory and compares every number."""

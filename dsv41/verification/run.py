@@ -1,0 +1,82 @@
+"""The whole verification of one golden directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from dsv41.loading import load_variables
+from dsv41.model import Model
+from dsv41.settings import Settings
+from dsv41.verification.end_to_end import compare_case, run_case, skipped_rows
+from dsv41.verification.golden import Golden
+from dsv41.verification.layerwise import compare_layers
+from dsv41.verification.limits import REPLAY_ROUNDED, STRICT, Limits, rounded_limits
+from dsv41.verification.replay import compare_replay
+from dsv41.verification.table import Row, skipped
+
+PAGE_TOKENS = 8
+"""Small pages, so that the short goldens spread over many."""
+
+NOT_BUILT = {
+    "expected_grad": "gradients of the training forward are not built yet",
+    "expected_dspark": "the DSpark drafter is not built yet",
+}
+
+
+def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """Compares everything that the directory has with what the model computes on the present back end.
+
+    Args:
+      progress: called with the name of each stage before it runs.
+    """
+    rows: list[Row] = []
+    variables: Mapping | None = None
+
+    def model(cache_rounding: bool) -> tuple[Model, Mapping]:
+        nonlocal variables
+        model = Model(Settings.default(golden.config, cache_rounding=cache_rounding, page_tokens=PAGE_TOKENS))
+        if variables is None:
+            variables = load_variables(model, golden.checkpoint(), jnp.asarray(golden.token_map))
+        return model, variables
+
+    # Float32 must mean float32 on every back end: TF32 and bfloat16 passes are the defaults elsewhere.
+    with jax.default_matmul_precision("highest"):
+        if golden.has("expected_noquant"):
+            progress("rounding off, free selection")
+            rows += _case("rounding off", golden, "expected_noquant", "A", *model(False), STRICT)
+        if golden.has("expected"):
+            limits = rounded_limits(golden.config)
+            for case in _cases(golden):
+                progress(f"rounding on, case {case}")
+                rows += _case("rounding on", golden, "expected", case, *model(True), limits)
+            progress("rounding on, forced selection")
+            rows += _case("rounding on, selection forced", golden, "expected", "A", *model(True), limits, forced=True)
+            progress("layer by layer")
+            rows += compare_layers(golden, *model(True))
+            rows += skipped_rows("rounding on", golden, "expected", _cases(golden))
+        if golden.has("expected_replay"):
+            progress("replay, rounding off")
+            rows += compare_replay("replay, rounding off", golden, *model(False), "", STRICT)
+            progress("replay, rounding on")
+            rows += compare_replay("replay, rounding on", golden, *model(True), "quant.", REPLAY_ROUNDED)
+    known = {"expected", "expected_noquant", "expected_replay"}
+    for name in golden.sets:
+        if name not in known:
+            rows.append(skipped(name, "all tensors", NOT_BUILT.get(name, "no comparison is known for this set")))
+    return rows
+
+
+def _cases(golden: Golden) -> tuple[str, ...]:
+    names = golden.tensors("expected")
+    return tuple(sorted({n.split(".")[0] for n in names if n.endswith(".prefill.logits")}))
+
+
+def _case(
+    group: str, golden: Golden, set_name: str, case: str, model: Model, variables: Mapping, limits: Limits,
+    forced: bool = False,
+) -> list[Row]:
+    run = run_case(model, variables, golden, case, forced)
+    return compare_case(group, golden, set_name, case, run, limits, forced)
