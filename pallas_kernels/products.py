@@ -19,6 +19,17 @@ def operand_dtype(dtype: jnp.dtype, fmt: Format) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16 if both else jnp.float32)
 
 
+def narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rounds ``x`` to ``dtype``, also inside a fusion.
+
+    XLA may skip a cast to bfloat16 that is widened again (excess precision is allowed by default); the reference
+    rounds there, and what reads the result must see the rounded value. It may not skip ``reduce_precision``.
+    """
+    if jnp.dtype(dtype) == jnp.bfloat16 and x.dtype == jnp.float32:
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return x.astype(dtype)
+
+
 def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Product of two arrays of one dtype with a float32 result; float32 operands are not rounded on the way.
 

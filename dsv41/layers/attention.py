@@ -20,6 +20,7 @@ from dsv41.state.memory import source_view
 from dsv41.state.tail import Projections
 from pallas_kernels.block_linear import decode_blocks
 from pallas_kernels.formats import Packed
+from pallas_kernels.products import narrow
 from pallas_kernels.sparse_attention import sparse_attention
 
 
@@ -51,7 +52,7 @@ class GroupedOutput(nn.Module):
         weight = rearrange(decode_blocks(self.weight, self.scale, x.dtype), "(g o) i -> g o i", g=groups)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         y = jnp.einsum("bsgi,goi->bsgo", x, weight, precision=precision, preferred_element_type=jnp.float32)
-        return rearrange(y, "b s g o -> b s (g o)").astype(x.dtype)
+        return narrow(rearrange(y, "b s g o -> b s (g o)"), x.dtype)
 
 
 class Attention(nn.Module):

@@ -16,6 +16,7 @@ from dsv41.layers.mhc import coefficients, declare_hyper_connection, mix_streams
 from dsv41.layers.moe import MixtureOfExperts
 from dsv41.settings import Settings
 from dsv41.state.tail import Projections
+from pallas_kernels.products import narrow
 
 
 class Block(nn.Module):
@@ -54,7 +55,7 @@ class Block(nn.Module):
         if self.has_engram:
             flow = self._engram(flow, inputs, step)
         if self.has_tap:
-            mean = jnp.mean(flow.streams.astype(jnp.float32), axis=-2).astype(flow.taps.dtype)
+            mean = narrow(jnp.mean(flow.streams.astype(jnp.float32), axis=-2), flow.taps.dtype)
             flow = flow.replace(taps=flow.taps.at[inputs.tap_slot].set(mean, mode="drop"))
 
         c = coefficients(flow.streams, self.hc_attn, text)

@@ -14,6 +14,7 @@ from dsv41.numerics.rotary import csa_frequencies, rotary_table, rotate
 from dsv41.settings import Settings
 from dsv41.state.memory import SourcePool, append_entries
 from dsv41.state.tail import Projections, gather_groups
+from pallas_kernels.products import narrow
 
 
 class Groups(NamedTuple):
@@ -57,7 +58,7 @@ class Compressor(nn.Module):
             tail = jax.tree.map(lambda t: t[inputs.source_slot], step.tails[self.ratio])
             first, members = gather_groups(tail, projections, step.start, self.ratio)
             pooled = jnp.sum(nn.softmax(members.gate, axis=2) * members.kv, axis=2)
-            latents = self.norm(pooled.astype(x.dtype))
+            latents = self.norm(narrow(pooled, x.dtype))
         number = first[:, None] + jnp.arange(latents.shape[1], dtype=jnp.int32)
         rope = rotary_table(number * self.ratio, csa_frequencies(self.settings.text))
         return Groups(latents, first, rope, projections)

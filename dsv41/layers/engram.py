@@ -17,6 +17,7 @@ from jax import lax
 from dsv41.layers.linear import Linear, declare
 from dsv41.settings import Settings
 from pallas_kernels.formats import FP8_E8M0, Packed
+from pallas_kernels.products import narrow
 
 _STATISTICS_EPS = 1e-20
 _GATE_FLOOR = 1e-6
@@ -99,4 +100,4 @@ def _inverse_rms(x: jax.Array) -> jax.Array:
 def add_engram(streams: jax.Array, inputs: EngramInputs, gate: jax.Array) -> jax.Array:
     """h_c + gate_c · value, in float32, returned in the streams' dtype."""
     added = gate[..., None] * inputs.value.astype(jnp.float32)[..., None, :]
-    return (streams.astype(jnp.float32) + added).astype(streams.dtype)
+    return narrow(streams.astype(jnp.float32) + added, streams.dtype)

@@ -10,6 +10,7 @@ from jax import lax
 from dsv41.settings import Settings
 from pallas_kernels.block_linear import block_linear
 from pallas_kernels.formats import DenseFormat
+from pallas_kernels.products import narrow
 
 Axes = tuple[str | None, ...]
 
@@ -94,4 +95,4 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.settings.text.rms_norm_eps)
-        return (wide * inverse * self.weight.astype(jnp.float32)).astype(x.dtype)
+        return narrow(wide * inverse * self.weight.astype(jnp.float32), x.dtype)

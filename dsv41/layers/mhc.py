@@ -16,6 +16,7 @@ from jax import lax
 from dsv41.config import TextConfig
 from dsv41.layers.linear import declare, matmul
 from dsv41.settings import Settings
+from pallas_kernels.products import narrow
 
 _STATISTICS_EPS = 1e-20
 
@@ -54,7 +55,7 @@ def first_mix(streams: jax.Array) -> jax.Array:
 
 def mix_streams(streams: jax.Array, mix: jax.Array) -> jax.Array:
     """Σ_c mix_c h_c in float32, cast to the streams' dtype: ``[..., C, d]`` to ``[..., d]``."""
-    return jnp.sum(mix[..., None] * streams.astype(jnp.float32), axis=-2).astype(streams.dtype)
+    return narrow(jnp.sum(mix[..., None] * streams.astype(jnp.float32), axis=-2), streams.dtype)
 
 
 def coefficients(streams: jax.Array, connection: HyperConnection, text: TextConfig) -> Coefficients:
@@ -88,4 +89,4 @@ def update_streams(streams: jax.Array, y: jax.Array, c: Coefficients) -> jax.Arr
     wide = streams.astype(jnp.float32)
     # C is 4: a sum of broadcast products stays one fused pass over the streams, which a tiny matmul would break.
     kept = sum(c.comb[..., i, :, None] * wide[..., i, None, :] for i in range(streams.shape[-2]))
-    return (c.post[..., None] * y.astype(jnp.float32)[..., None, :] + kept).astype(streams.dtype)
+    return narrow(c.post[..., None] * y.astype(jnp.float32)[..., None, :] + kept, streams.dtype)

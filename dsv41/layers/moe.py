@@ -14,6 +14,7 @@ from dsv41.layers.linear import Linear, declare, matmul
 from dsv41.settings import Settings
 from pallas_kernels.expert_matmul import ExpertWeights, expert_matmul
 from pallas_kernels.formats import FP4_E8M0
+from pallas_kernels.products import narrow
 
 
 class Routing(NamedTuple):
@@ -107,7 +108,7 @@ class SharedExpert(nn.Module):
         limit = self.settings.text.swiglu_limit
         gate = jnp.minimum(self.w1(x).astype(jnp.float32), limit)
         up = jnp.clip(self.w3(x).astype(jnp.float32), -limit, limit)
-        return self.w2((nn.silu(gate) * up).astype(x.dtype))
+        return self.w2(narrow(nn.silu(gate) * up, x.dtype))
 
 
 class MixtureOfExperts(nn.Module):
@@ -129,4 +130,4 @@ class MixtureOfExperts(nn.Module):
         sent = Routing(jnp.where(valid[..., None], routing.experts, self.num_experts), routing.weights)
         flat = Routing(*(rearrange(r, "b s k -> (b s) k") for r in sent))
         y = self.experts(rearrange(x, "b s d -> (b s) d"), flat).reshape(x.shape)
-        return (y + self.shared_experts(x).astype(jnp.float32)).astype(x.dtype), routing
+        return narrow(y + self.shared_experts(x).astype(jnp.float32), x.dtype), routing

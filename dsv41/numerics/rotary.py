@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41.config import TextConfig
+from pallas_kernels.products import narrow
 
 
 def window_frequencies(text: TextConfig) -> np.ndarray:
@@ -60,4 +61,4 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], inverse: bool = Fal
     keep, turn = x[..., :-rope], x[..., -rope:].astype(jnp.float32)
     even, odd = turn[..., 0::2], turn[..., 1::2]
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(turn.shape)
-    return jnp.concatenate([keep, turned.astype(x.dtype)], axis=-1)
+    return jnp.concatenate([keep, narrow(turned, x.dtype)], axis=-1)

@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels import tiling
 from pallas_kernels.expert_matmul.weights import ExpertWeights, decode_weights
 from pallas_kernels.formats import Format
-from pallas_kernels.products import einsum, rounded
+from pallas_kernels.products import einsum, narrow, rounded
 
 # Rows of a block: few enough that a lightly used expert wastes little, enough to pay for decoding its matrices.
 _MIN_ROWS, _MAX_ROWS = 8, 128
@@ -50,11 +50,11 @@ def _expert(x: jax.Array, weight: jax.Array, matrices: Matrices, limit: float, f
     w1, w3, w2 = (decode_weights(w, x.dtype) for w in matrices)
 
     def product(rows: jax.Array, w: jax.Array) -> jax.Array:
-        return einsum("ri,oi->ro", rows, w).astype(x.dtype).astype(jnp.float32)
+        return narrow(einsum("ri,oi->ro", rows, w), x.dtype).astype(jnp.float32)
 
     gate = jnp.minimum(product(x, w1), limit)
     up = jnp.clip(product(x, w3), -limit, limit)
-    inner = (jax.nn.silu(gate) * up * weight[:, None]).astype(x.dtype)
+    inner = narrow(jax.nn.silu(gate) * up * weight[:, None], x.dtype)
     return product(rounded(fmt, inner), w2)
 
 

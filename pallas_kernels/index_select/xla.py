@@ -124,7 +124,8 @@ def index_reselect(
     batch, total, heads, width = queries.shape
     candidates = block_ids.shape[-1] * block_size
     dtype = operand_dtype(queries.dtype, fmt)
-    query_tile = largest_tile(total, lambda tile: batch * tile * candidates * max(width * dtype.itemsize, heads * 4))
+    # Decoding passes through float32, whatever the products run in.
+    query_tile = largest_tile(total, lambda tile: batch * tile * candidates * max(width, heads) * 4)
 
     def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array) -> jax.Array:
         # In order of entries a position's order is an entry's, which is what decides ties.

@@ -9,7 +9,7 @@ from jax import lax
 from pallas_kernels import paged_memory
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.paged_memory.addressing import locate
-from pallas_kernels.products import einsum, operand_dtype
+from pallas_kernels.products import einsum, narrow, operand_dtype
 from pallas_kernels.tiling import largest_tile, map_query_tiles, pad_axis
 
 # How far below the sink the subtracted maximum may fall: e³² and its square are finite, and the reference subtracts
@@ -67,7 +67,7 @@ def sparse_attention(
             p = jnp.exp(picked_logits - top[..., None])
             denominator += p.sum(axis=-1)
             out += _values("bshn,bsnd->bshd", p, picked, probability_dtype)
-        return (out / denominator[..., None]).astype(queries.dtype)
+        return narrow(out / denominator[..., None], queries.dtype)
 
     arrays = (queries,) if indices is None else (queries, indices)
     return map_query_tiles(one_tile, tile, arrays, differentiable=True)
@@ -80,6 +80,6 @@ def _logits(products: jax.Array, scale: float, seen: jax.Array) -> jax.Array:
 
 def _values(subscripts: str, p: jax.Array, entries: jax.Array, probability_dtype: jnp.dtype) -> jax.Array:
     """Value product of probabilities rounded to ``probability_dtype``."""
-    p = p.astype(probability_dtype)
+    p = narrow(p, probability_dtype)
     dtype = jnp.promote_types(p.dtype, entries.dtype)
     return einsum(subscripts, p.astype(dtype), entries.astype(dtype))

@@ -22,7 +22,8 @@ def test_report_tells_what_was_traced():
     backend.choose("index_select")
     jax.jit(top_k, static_argnums=1).lower(jnp.zeros(4), 2)
     fmt = DenseFormat("float32")
-    gather(fmt.zeros((1, 1), 2), fmt, jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    zeros = jnp.zeros((1, 1), jnp.int32)
+    jax.jit(gather, static_argnums=1).lower(fmt.zeros((1, 1), 2), fmt, zeros, zeros)
     taken = backend.report()
     assert {taken[name] for name in ("index_select", "top_k", "paged_gather")} == {"xla"}
 

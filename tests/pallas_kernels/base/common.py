@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import backend
+from pallas_kernels import backend, tiling
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.paged_memory import reference as paged_reference
 from tests.safetensors_reader import read_safetensors
@@ -31,19 +31,19 @@ class OperationTests:
     supports_gradient = True
 
     def run(self, operation: str, arrays: dict, **static):
-        """Traces and runs the operation anew, so that settings of this moment hold."""
+        """Runs the operation, compiled once for each set of shapes, static arguments and memory budget."""
         function = backend.implementation(operation, self.backend)
-        return jax.jit(lambda arrays: function(**arrays, **static))(arrays)
+        return _compiled(function, arrays, tuple(static.items()), tiling.TEMPORARY_BYTES)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _compiled(function: Callable, arrays: dict, static: tuple):
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def _compiled(function: Callable, arrays: dict, static: tuple, budget: int):
     return function(**arrays, **dict(static))
 
 
 def compiled(function: Callable, arrays: dict, **static):
-    """A reference, compiled once for each set of shapes."""
-    return _compiled(function, arrays, tuple(static.items()))
+    """A reference, compiled once for each set of shapes and static arguments."""
+    return _compiled(function, arrays, tuple(static.items()), 0)
 
 
 @functools.cache
@@ -52,16 +52,17 @@ def golden() -> dict[str, np.ndarray]:
     return read_safetensors(pathlib.Path(__file__).parents[2] / "data/ops/ops.safetensors")
 
 
-def poison(packed: Packed, rng: np.random.Generator) -> Packed:
-    """NaN wherever the format can hold one, random codes elsewhere."""
+def poisoned(fmt: Format, shape: tuple[int, ...], width: int, rng: np.random.Generator) -> Packed:
+    """An encoded array of shape ``[*shape, width]``: NaN wherever the format can hold one, else random codes."""
+    empty = jax.eval_shape(lambda: fmt.zeros(shape, width))
 
-    def fill(leaf: jax.Array, is_scale: bool) -> jax.Array:
+    def fill(leaf: jax.ShapeDtypeStruct, is_scale: bool) -> np.ndarray:
         if leaf.dtype != jnp.uint8:
-            return jnp.full(leaf.shape, jnp.nan, leaf.dtype)
-        # As a scale 255 decodes to infinity: with a zero code that is NaN.
-        return jnp.full(leaf.shape, 255, jnp.uint8) if is_scale else jnp.asarray(rng.integers(0, 256, leaf.shape), "u1")
+            return np.full(leaf.shape, np.nan, leaf.dtype)
+        # As a power of two 255 decodes to infinity: with a zero code that is NaN.
+        return np.full(leaf.shape, 255, np.uint8) if is_scale else rng.integers(0, 256, leaf.shape, np.uint8)
 
-    return Packed(fill(packed.payload, False), None if packed.scales is None else fill(packed.scales, True))
+    return Packed(fill(empty.payload, False), None if empty.scales is None else fill(empty.scales, True))
 
 
 def paged(
@@ -80,9 +81,9 @@ def paged(
     for b, count in enumerate(used):
         table[b, :count] = order[first : first + count]
         first += count
-    pool = poison(fmt.zeros((len(order), page_entries), width), rng)
-    start, count = jnp.zeros(batch, jnp.int32), jnp.asarray(lengths, jnp.int32)
-    pool = paged_reference.append(pool, fmt, jnp.asarray(table), start, count, jnp.asarray(values))
+    pool = poisoned(fmt, (len(order), page_entries), width, rng)
+    start, count = np.zeros(batch, np.int32), np.asarray(lengths, np.int32)
+    pool = paged_reference.append(pool, fmt, table, start, count, jnp.asarray(values))
     return pool, jnp.asarray(table)
 
 

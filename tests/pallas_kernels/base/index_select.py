@@ -152,7 +152,7 @@ class IndexSelectTests(OperationTests):
         pool, table = paged(np.random.default_rng(0), F32, keys, [entries] * batch, entries)
         arrays = {
             "queries": jnp.asarray(rows[:, :, None]),
-            "weights": jnp.ones((batch, queries, 1)),
+            "weights": np.ones((batch, queries, 1), np.float32),
             "pool": pool,
             "page_table": table,
             "visible": jnp.asarray(np.tile(ops["candidates.lens"], (batch, 1)), jnp.int32),

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import backend
-from pallas_kernels.formats import FP4_E4M3, FP4_E8M0, FP8_E8M0, DenseFormat
+from pallas_kernels.formats import FP4_E4M3, FP4_E8M0, FP8_E8M0, DenseFormat, Packed
 from pallas_kernels.paged_memory import reference
-from tests.pallas_kernels.base.common import STRAY_PAGES, OperationTests, poison, same_bytes
+from tests.pallas_kernels.base.common import STRAY_PAGES, OperationTests, poisoned, same_bytes
 
 FORMATS = [FP4_E4M3, FP4_E8M0, FP8_E8M0, DenseFormat("float32")]
 NAMES = ["fp4_e4m3", "fp4_e8m0", "fp8_e8m0", "f32"]
@@ -45,26 +45,25 @@ class PagedMemoryTests(OperationTests):
         allocated = [data.draw(st.integers(0, TABLE_PAGES)) for _ in range(BATCH)]
         for b, pages in enumerate(allocated):
             table[b, pages:] = rng.choice([p for p in STRAY_PAGES if not 0 <= p < PAGES], TABLE_PAGES - pages)
-        start = jnp.asarray([data.draw(st.integers(0, capacity + 2)) for _ in range(BATCH)], jnp.int32)
-        count = jnp.asarray([data.draw(st.integers(0, GROUP)) for _ in range(BATCH)], jnp.int32)
+        start = np.array([data.draw(st.integers(0, capacity + 2)) for _ in range(BATCH)], np.int32)
+        count = np.array([data.draw(st.integers(0, GROUP)) for _ in range(BATCH)], np.int32)
         values = rng.standard_normal((BATCH, GROUP, WIDTH)).astype(np.float32)
         values[np.arange(GROUP) >= np.asarray(count)[:, None]] = np.nan
-        pool = poison(fmt.zeros((PAGES, PAGE_ENTRIES), WIDTH), rng)
+        pool = poisoned(fmt, (PAGES, PAGE_ENTRIES), WIDTH, rng)
 
-        written = append(pool, fmt, jnp.asarray(table), start, count, jnp.asarray(values))
-        same_bytes(written, reference.append(pool, fmt, table, start, count, jnp.asarray(values)))
+        written = append(pool, fmt, table, start, count, values)
+        same_bytes(written, reference.append(pool, fmt, table, start, count, values))
 
-        mine = jnp.where(jnp.arange(GROUP) < count[:, None], start[:, None] + jnp.arange(GROUP), -1)
-        read = gather(written, fmt, jnp.asarray(table), mine, jnp.float32)
-        stored = np.asarray(mine) < np.asarray(allocated)[:, None] * PAGE_ENTRIES
-        stored &= np.asarray(mine) >= 0
+        mine = np.where(np.arange(GROUP) < count[:, None], start[:, None] + np.arange(GROUP), -1).astype(np.int32)
+        read = gather(written, fmt, table, mine, jnp.float32)
+        stored = (mine >= 0) & (mine < np.asarray(allocated)[:, None] * PAGE_ENTRIES)
         expected = np.where(stored[..., None], np.asarray(rounded(fmt, values)), 0)
         np.testing.assert_array_equal(np.asarray(read), expected)
 
     @pytest.mark.parametrize("fmt", FORMATS, ids=NAMES)
     def test_indices_that_name_nothing_read_zero(self, fmt):
         rng = np.random.default_rng(0)
-        pool = poison(fmt.zeros((2, 3), WIDTH), rng)
+        pool = poisoned(fmt, (2, 3), WIDTH, rng)
         table = jnp.asarray([[-1, 2, 10**6]], jnp.int32)
         indices = jnp.asarray([[[-1, 0, 3], [8, 9, -(2**31)], [2**31 - 1, -9, 6]]], jnp.int32)
         out = functions(self.backend)[1](pool, fmt, table, indices, jnp.bfloat16)
@@ -75,12 +74,12 @@ class PagedMemoryTests(OperationTests):
         if not self.supports_gradient:
             pytest.skip("no gradient on this back end")
         fmt = DenseFormat("float32")
-        pool = fmt.zeros((3, 2), 4)
-        payload = pool.payload.at[0].set(jnp.nan).at[1].set(2.0).at[2].set(jnp.nan)
+        payload = np.full((3, 2, 4), np.nan, np.float32)
+        payload[1] = 2.0
         table, indices = jnp.asarray([[1, 7]], jnp.int32), jnp.asarray([[0, -1, 2, 1, 0]], jnp.int32)
 
         def total(payload):
-            arrays = {"pool": pool._replace(payload=payload), "page_table": table, "indices": indices}
+            arrays = {"pool": Packed(payload, None), "page_table": table, "indices": indices}
             return jnp.sum(self.run("paged_gather", arrays, fmt=fmt, dtype=jnp.float32) ** 2)
 
         gradient = np.asarray(jax.jit(jax.grad(total))(payload))

@@ -9,10 +9,14 @@ import pytest
 
 from pallas_kernels.formats import FP4_E4M3, FP8_E8M0, DenseFormat, Packed
 from pallas_kernels.sparse_attention import reference
-from tests.pallas_kernels.base.common import OperationTests, compiled, golden, paged, poison
+from tests.pallas_kernels.base.common import OperationTests, compiled, golden, paged, poisoned
 
 F32 = DenseFormat("float32")
 WINDOW = 6
+
+
+def encoded(values: jax.Array, fmt) -> Packed:
+    return fmt.encode(values)
 
 
 def case(local_fmt=F32, pool_fmt=F32, queries=9, lengths=(10, 3), heads=2, width=32, chosen=7, dtype="float32") -> dict:
@@ -24,12 +28,9 @@ def case(local_fmt=F32, pool_fmt=F32, queries=9, lengths=(10, 3), heads=2, width
     valid[0, : WINDOW - 2] = False
     valid[-1, WINDOW + queries // 2 :] = False
     values = rng.standard_t(4, (batch, rows, width)).astype(np.float32)
-    spoiled = poison(local_fmt.zeros((batch, rows), width), rng)
-    local = compiled(
-        lambda values, spoiled: local_fmt.encode(values).map(
-            lambda leaf, bad: jnp.where(valid[..., None], leaf, bad), spoiled
-        ),
-        {"values": jnp.asarray(values), "spoiled": spoiled},
+    spoiled = poisoned(local_fmt, (batch, rows), width, rng)
+    local = compiled(encoded, {"values": values}, fmt=local_fmt).map(
+        lambda leaf, bad: jnp.asarray(np.where(valid[..., None], leaf, bad)), spoiled
     )
     pool, table = paged(rng, pool_fmt, rng.standard_t(4, (batch, 12, width)).astype(np.float32), list(lengths), 4)
     indices = np.stack([rng.integers(-1, length, (queries, chosen)) for length in lengths])
@@ -145,9 +146,9 @@ class SparseAttentionTests(OperationTests):
         fmt = DenseFormat("bfloat16") if name == "out_bf16" else F32
         pool, table = paged(np.random.default_rng(0), fmt, kv, [entries] * batch, 9)
         arrays = {
-            "queries": jnp.asarray(q, fmt.dtype),
-            "local": Packed(jnp.full((batch, 1 + q.shape[1], width), jnp.nan, fmt.dtype), None),
-            "local_valid": jnp.zeros((batch, 1 + q.shape[1]), bool),
+            "queries": q.astype(jnp.dtype(fmt.dtype)),
+            "local": Packed(np.full((batch, 1 + q.shape[1], width), np.nan, jnp.dtype(fmt.dtype)), None),
+            "local_valid": np.zeros((batch, 1 + q.shape[1]), bool),
             "pool": pool,
             "page_table": table,
             "indices": jnp.asarray(idx),
