@@ -28,8 +28,9 @@ class Packed(NamedTuple):
     """Encoded values; both leaves share the leading axes of the values that they hold.
 
     Attributes:
-      payload: element codes, ``[..., payload_width]``.
-      scales: block scales, ``[..., scale_width]``; None in an unrounded format.
+      payload: element codes, ``[..., payload_width]`` uint8 (floats in an unrounded format). Bytes and not float8:
+        XLA on CPU widens float8 arrays to scatter into them, which would copy a whole pool.
+      scales: block scales, ``[..., scale_width]`` uint8; None in an unrounded format.
     """
 
     payload: jax.Array
@@ -80,6 +81,16 @@ def e8m0_decode(byte: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(byte == 0, jnp.uint32(1 << 22), bits), jnp.float32)
 
 
+def e4m3_encode(x: jax.Array) -> jax.Array:
+    """E4M3 bytes (uint8) of float values in [-448, 448]."""
+    return lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
+
+
+def e4m3_decode(byte: jax.Array) -> jax.Array:
+    """float32 values of E4M3 bytes (uint8)."""
+    return lax.bitcast_convert_type(byte, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
     """Elements of one small float type that share a scale in blocks along the last axis.
@@ -109,11 +120,9 @@ class BlockFormat:
 
     def zeros(self, shape: tuple[int, ...], width: int) -> Packed:
         """An encoded array of zeros of shape ``[*shape, width]``."""
-        payload = jnp.uint8 if self.element == "e2m1" else jnp.float8_e4m3fn
-        scales = jnp.uint8 if self.scale == "e8m0" else jnp.float8_e4m3fn
         return Packed(
-            jnp.zeros((*shape, self.payload_width(width)), payload),
-            jnp.zeros((*shape, self.scale_width(width)), scales),
+            jnp.zeros((*shape, self.payload_width(width)), jnp.uint8),
+            jnp.zeros((*shape, self.scale_width(width)), jnp.uint8),
         )
 
     def encode(self, x: jax.Array) -> Packed:
@@ -131,20 +140,18 @@ class BlockFormat:
             scales = e8m0_encode_ceil(ratio)
             step = e8m0_decode(scales)
         else:
-            scales = jnp.minimum(ratio, E4M3_MAX).astype(jnp.float8_e4m3fn)
-            step = scales.astype(jnp.float32)
+            scales = e4m3_encode(jnp.minimum(ratio, E4M3_MAX))
+            step = e4m3_decode(scales)
         scaled = jnp.clip(blocks / step[..., None], -limit, limit).reshape(x.shape)
         if self.element == "e2m1":
             return Packed(nibbles_pack(e2m1_encode(scaled)), scales)
-        return Packed(scaled.astype(jnp.float8_e4m3fn), scales)
+        return Packed(e4m3_encode(scaled), scales)
 
     def decode(self, packed: Packed, dtype: jnp.dtype = jnp.float32) -> jax.Array:
         """The values ``[..., width]`` of encoded vectors."""
-        if self.element == "e2m1":
-            values = e2m1_decode(nibbles_unpack(packed.payload))
-        else:
-            values = packed.payload.astype(jnp.float32)
-        step = e8m0_decode(packed.scales) if self.scale == "e8m0" else packed.scales.astype(jnp.float32)
+        is_e2m1 = self.element == "e2m1"
+        values = e2m1_decode(nibbles_unpack(packed.payload)) if is_e2m1 else e4m3_decode(packed.payload)
+        step = e8m0_decode(packed.scales) if self.scale == "e8m0" else e4m3_decode(packed.scales)
         blocks = values.reshape(*values.shape[:-1], -1, self.block) * step[..., None]
         return blocks.reshape(values.shape).astype(dtype)
 

@@ -52,7 +52,7 @@ class Request:
         if (self.prompt is None) == (self.tokens is None):
             given = "both are given" if self.prompt is not None else "neither is given"
             raise RequestError(f"prompt, tokens: exactly one of them is needed, {given}")
-        need(self.prompt is None or isinstance(self.prompt, str), "prompt", "is not a text")
+        need(self.prompt is None or _is_text(self.prompt), "prompt", "is not a text")
         if self.tokens is not None:
             need(_is_list(self.tokens) and all(map(_is_integer, self.tokens)), "tokens", "is not a list of integers")
             need(len(self.tokens) > 0, "tokens", "is empty")
@@ -64,7 +64,7 @@ class Request:
         need(self.temperature >= 0, "temperature", "is below 0")
         need(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "is not a number in (0, 1]")
         need(_is_integer(self.seed) and 0 <= self.seed < _SEEDS, "seed", "is not an integer in [0, 2³²)")
-        need(_is_list(self.stop) and all(isinstance(s, str) and s for s in self.stop), "stop",
+        need(_is_list(self.stop) and all(_is_text(s) and s for s in self.stop), "stop",
              "is not a list of non-empty texts")
         object.__setattr__(self, "stop", tuple(self.stop))
 
@@ -177,6 +177,11 @@ def prompt_tokens(
 
 def _is_integer(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    # A string can hold halves of surrogate pairs, which are no text.
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _is_number(value: Any) -> bool:

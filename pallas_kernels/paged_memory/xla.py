@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.paged_memory.addressing import locate
@@ -21,7 +20,7 @@ def append(
     page = jnp.where(valid & (offset < count[:, None]), page, pages)
 
     def write(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        return _from_bytes(_as_bytes(leaf).at[page, slot].set(_as_bytes(new), mode="drop"), leaf.dtype)
+        return leaf.at[page, slot].set(new, mode="drop")
 
     return pool.map(write, fmt.encode(values))
 
@@ -33,20 +32,5 @@ def gather(
     pages, page_entries = pool.payload.shape[:2]
     page, slot, valid = locate(page_table, indices, pages, page_entries)
 
-    def read(leaf: jax.Array) -> jax.Array:
-        return _from_bytes(_as_bytes(leaf).at[page, slot].get(mode="promise_in_bounds"), leaf.dtype)
-
-    return jnp.where(valid[..., None], fmt.decode(pool.map(read), dtype), 0)
-
-
-def _as_bytes(x: jax.Array) -> jax.Array:
-    # Some back ends compute on one-byte floats by widening them: moved as bytes, a pool is never converted.
-    return lax.bitcast_convert_type(x, jnp.uint8) if _is_small_float(x.dtype) else x
-
-
-def _from_bytes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return lax.bitcast_convert_type(x, dtype) if _is_small_float(dtype) else x
-
-
-def _is_small_float(dtype: jnp.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+    stored = pool.map(lambda leaf: leaf.at[page, slot].get(mode="promise_in_bounds"))
+    return jnp.where(valid[..., None], fmt.decode(stored, dtype), 0)

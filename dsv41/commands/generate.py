@@ -1,0 +1,177 @@
+"""``dsv41 generate``: continues one prompt on the screen, or a file of prompts into a file of completions."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dsv41.commands.options import OptionError, positive, read_text
+
+if TYPE_CHECKING:
+    from dsv41.config import ModelConfig
+    from dsv41.inference.engine import Engine, EngineOptions
+    from dsv41.inference.requests import Completion, Request
+
+_WEIGHTS_SEED = 0
+_NOISE = "No --checkpoint: the embedded small model has random weights, so its text is noise."
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continues a prompt (text to stdout, figures to stderr) or a JSONL file of prompts. "
+        "Lines have 'prompt' or 'tokens', and optionally id, max_new_tokens, temperature, top_p, seed, stop; "
+        "what a line does not give is taken from the options.",
+    )
+    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR",
+                        help="checkpoint in the public layout; default: an embedded small model with random weights")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT")
+    source.add_argument("--prompt-file", type=pathlib.Path, metavar="FILE", help="file whose whole text is the prompt")
+    source.add_argument("--prompts", type=pathlib.Path, metavar="FILE.jsonl", help="many prompts; needs --out")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.jsonl",
+                        help="completions in the order in which they finish; ids that it holds already are skipped")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): most likely token")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling, each request has its own")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                        help="end before this text; may be given several times")
+    parser.add_argument("--prefill", choices=("replay", "exact"), default="replay",
+                        help="replay (default): the decoder sees the last positions of a prompt; exact: all")
+    parser.add_argument("--chunk", type=positive, metavar="N", help="longest prefill chunk")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="requests that decode together at most")
+    parser.add_argument("--max-length", type=positive, metavar="N",
+                        help="positions of a request (prompt and new tokens); default: the model's maximum")
+    parser.add_argument("--weights", choices=("packed", "plain"),
+                        help="keep quantised weights packed or multiply them out; default: as the checkpoint stores them")
+    parser.add_argument("--deterministic", action="store_true",
+                        help="one compiled shape for all: a request gives the same tokens alone and in any batch")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dsv41.config import load_config
+    from dsv41.defaults import default_config
+    from dsv41.inference.requests import Request, prompt_tokens
+    from dsv41.loading import model_tokenizer
+
+    if (args.prompts is None) != (args.out is None):
+        raise OptionError("--prompts and --out belong together")
+    config = default_config() if args.checkpoint is None else load_config(args.checkpoint)
+    if args.weights == "packed" and config.quantization is None:
+        raise OptionError("--weights packed: the model's weights are not quantised")
+    options = _engine_options(args)
+    try:
+        limit = options.length_limit(config)
+    except ValueError as error:
+        raise OptionError(f"--max-length: {error}") from None
+    tokenizer = model_tokenizer(config)
+    defaults = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed", "stop")}
+    if args.prompts is not None:
+        return _run_file(args, config, options, defaults, lambda r: prompt_tokens(r, config, tokenizer, limit))
+    prompt = args.prompt if args.prompt is not None else read_text(args.prompt_file)
+    request = Request(prompt=prompt, **defaults)
+    prompt_tokens(request, config, tokenizer, limit)
+    return _run_prompt(_engine(args, config, options), request)
+
+
+def _engine_options(args: argparse.Namespace) -> EngineOptions:
+    from dsv41.inference.engine import EngineOptions
+    from dsv41.inference.prefill import PrefillOptions
+
+    sizes = PrefillOptions().chunk_sizes
+    if args.chunk is not None:
+        sizes = (*(size for size in sizes if size < args.chunk), args.chunk)
+    return EngineOptions(
+        max_batch=args.batch, max_length=args.max_length, prefill=PrefillOptions(args.prefill, sizes),
+        deterministic=args.deterministic,
+    )
+
+
+def _engine(args: argparse.Namespace, config: ModelConfig, options: EngineOptions) -> Engine:
+    from dsv41.inference.engine import Engine
+
+    if args.checkpoint is None:
+        print(_NOISE, file=sys.stderr)
+        return Engine.random(config, options, seed=_WEIGHTS_SEED)
+    packed = None if args.weights is None else args.weights == "packed"
+    with _bar("weights", "B") as bar:
+
+        def show(progress: Any) -> None:
+            bar.update(progress.bytes_read - bar.n)
+
+        return Engine.from_checkpoint(args.checkpoint, options, packed_weights=packed, progress=show)
+
+
+def _run_prompt(engine: Engine, request: Request) -> int:
+    completion = None
+    bar = _bar("prompt", "tokens")
+
+    def on_prefill(_: int, tokens: int) -> None:
+        bar.update(tokens)
+
+    for event in engine.stream([request], on_prefill):
+        bar.close()  # before the first text, so that the two do not mix on a terminal
+        print(event.text, end="", flush=True)
+        completion = event.completion
+    print()
+    print(_figures_line([completion], engine), file=sys.stderr)
+    return 0
+
+
+def _run_file(
+    args: argparse.Namespace, config: ModelConfig, options: EngineOptions, defaults: dict[str, Any], check: Any
+) -> int:
+    from dsv41.commands.prompt_file import CompletionFile, read_requests
+
+    requests = read_requests(args.prompts, defaults, check)
+    with CompletionFile(args.out) as out:
+        if out.dropped_line:
+            print(f"{args.out}: dropped an unfinished last line", file=sys.stderr)
+        remaining = [request for request in requests if request.id not in out.done]
+        skipped = len(requests) - len(remaining)
+        if skipped:
+            print(f"{args.out}: {skipped} of {len(requests)} requests are done already", file=sys.stderr)
+        if not remaining:
+            return 0
+        engine = _engine(args, config, options)
+        completions = []
+        with _bar("requests", "", total=len(requests), initial=skipped) as bar:
+            for event in engine.stream(remaining):
+                if event.completion is not None:
+                    out.write(event.completion)
+                    completions.append(event.completion)
+                    bar.update()
+    print(_figures_line(completions, engine), file=sys.stderr)
+    return 0
+
+
+def _bar(description: str, unit: str, **options: Any) -> Any:
+    """A progress bar on stderr if that is a terminal; it vanishes when it is closed."""
+    from tqdm import tqdm
+
+    return tqdm(desc=description, unit=unit, unit_scale=True, disable=None, file=sys.stderr, leave=False, **options)
+
+
+def _figures_line(completions: Sequence[Completion], engine: Engine) -> str:
+    """One line of figures; of several completions the medians, and the throughput of the whole run."""
+    figures = [completion.figures for completion in completions]
+    new, prompt = sum(f.new_tokens for f in figures), sum(f.prompt_tokens for f in figures)
+    wall = max(f.queue_s + f.total_s for f in figures)
+
+    def median(name: str) -> str:
+        values = [getattr(f, name) for f in figures if getattr(f, name) is not None]
+        return f"{statistics.median(values) * 1e3:.1f} ms" if values else "–"
+
+    subject = f"{len(figures)} requests: " if len(figures) > 1 else ""
+    return (
+        f"{subject}{prompt} prompt tokens, {new} new · TTFT {median('ttft_s')} · inter-token first "
+        f"{median('first_inter_token_s')}, steady {median('steady_inter_token_s')} · {new / wall:.1f} tokens/s · "
+        f"state {max(f.state_bytes for f in figures):,} B a request, {figures[0].batch_state_bytes:,} B in all · "
+        f"compiled in {engine.compile_s:.1f} s"
+    )

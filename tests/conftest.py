@@ -1,0 +1,57 @@
+"""Fixtures that tests share: the two small golden models, once a session."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv41.checkpoint import CheckpointReader
+from dsv41.config import load_config
+from dsv41.loading import abstract_variables
+from dsv41.checkpoint import load_checkpoint
+from dsv41.model import Model
+from dsv41.settings import Settings
+
+GOLDEN = pathlib.Path(__file__).parent / "data" / "golden"
+PAGE_TOKENS = 8
+
+
+@functools.cache
+def float_model(name: str, cache_rounding: bool) -> tuple[Model, dict]:
+    """A golden model in float32, its weights dequantised from the packed checkpoint (the repository's one copy).
+
+    The variables of one golden are shared by both settings of the cache rounding.
+    """
+    config = load_config(GOLDEN / name / "f32")
+    model = Model(Settings.default(config, cache_rounding=cache_rounding, page_tokens=PAGE_TOKENS))
+    return model, _float_variables(name)
+
+
+@functools.cache
+def _float_variables(name: str) -> dict:
+    model = Model(Settings.default(load_config(GOLDEN / name / "f32"), page_tokens=PAGE_TOKENS))
+    packed = load_config(GOLDEN / name / "fp8")
+    params = load_checkpoint(CheckpointReader(GOLDEN / name / "fp8"), packed, abstract_variables(model))
+    return {"params": params, "constants": {"token_map": jnp.asarray(np.load(GOLDEN / name / "token_map.npy"))}}
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> pathlib.Path:
+    """The golden data: ``{mini8,tiny40}/{f32,fp8}``."""
+    return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def smooth_mini8() -> tuple[Model, dict]:
+    """mini8 in float32 with cache rounding off: equal to 1e-4 whatever the chunking."""
+    return float_model("mini8", cache_rounding=False)
+
+
+@pytest.fixture(scope="session")
+def rounded_mini8() -> tuple[Model, dict]:
+    """mini8 in float32 with cache rounding on: packed pages and rings as in use."""
+    return float_model("mini8", cache_rounding=True)
