@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("inspect", "generate")
+COMMANDS = ("inspect", "generate", "verify", "eval", "bench")
 """Modules of :mod:`dsv41.commands`. They import what is heavy in ``run``, so that ``--help`` is instant."""
 
 
@@ -48,8 +48,9 @@ def _is_user_error(error: Exception) -> bool:
     from dsv41.commands.options import OptionError
     from dsv41.config import ConfigError
     from dsv41.inference.requests import RequestError
+    from dsv41.verification.golden import GoldenError
 
-    return isinstance(error, CheckpointError | ConfigError | OptionError | RequestError | OSError)
+    return isinstance(error, CheckpointError | ConfigError | GoldenError | OptionError | RequestError | OSError)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,15 @@ class Settings:
         if self.packed_weights and self.config.quantization is None:
             raise ValueError("packed_weights: the config has no quantization_config, its weights are plain floats")
 
+    def __hash__(self) -> int:
+        # Every call of a jitted step hashes its static arguments: walking a whole configuration costs more than
+        # a small step's own dispatch.
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.config, self.policy, self.packed_weights, self.page_tokens))
+
     @classmethod
     def default(cls, config: ModelConfig, *, cache_rounding: bool = True, packed_weights: bool | None = None,
                 page_tokens: int = 64) -> Settings:

@@ -15,6 +15,7 @@ from dsv41.loading import abstract_variables
 from dsv41.checkpoint import load_checkpoint
 from dsv41.model import Model
 from dsv41.settings import Settings
+from tests.fixtures_engine import default_engine, mini8_engine  # noqa: F401 (fixtures)
 
 GOLDEN = pathlib.Path(__file__).parent / "data" / "golden"
 PAGE_TOKENS = 8

@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--max-length", type=positive, metavar="N",
                         help="positions of a request (prompt and new tokens); default: the model's maximum")
     parser.add_argument("--weights", choices=("packed", "plain"),
-                        help="keep quantised weights packed or multiply them out; default: as the checkpoint stores them")
+                        help="keep quantised weights packed, or multiply them out; default: as they are stored")
     parser.add_argument("--deterministic", action="store_true",
                         help="one compiled shape for all: a request gives the same tokens alone and in any batch")
 

@@ -137,7 +137,8 @@ def _print_tables(description: dict[str, Any]) -> None:
     for part, counts in rows.items():
         parameters.add_row(part, *(f"{n:,}" for n in counts.values()))
     parameters.add_section()
-    parameters.add_row("total", *(f"{sum(r[key] for r in rows.values()):,}" for key in ("parameters", "checkpoint_bytes")))
+    totals = (sum(column) for column in zip(*(counts.values() for counts in rows.values()), strict=True))
+    parameters.add_row("total", *(f"{n:,}" for n in totals))
     console.print(parameters)
 
     per_token = description["bytes_per_token"]

@@ -1,4 +1,4 @@
-"""Routed experts in two ways: every expert on every row, or blocks of rows that share an expert."""
+"""Routed experts in three ways: each row's own, every expert on every row, or blocks of rows that share one."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ def expert_matmul(
     # A row without experts may hold anything; zeroed, its NaN cannot reach a weight's gradient either.
     x = rounded(activation_fmt, jnp.where(jnp.any(ids < experts, axis=-1, keepdims=True), x, 0))
 
+    # Fewer choices than experts: read the chosen ones only, each for its one row.
+    if rows * k < experts and 3 * rows * k * inner * x.shape[-1] * 4 <= tiling.TEMPORARY_BYTES:
+        return _gathered(x, ids, expert_weights, (w1, w3, w2), limit, activation_fmt)
+
     # With few experts a row's own are a good part of all, and a few large products beat many small ones; but then
     # all experts' matrices and inner rows exist at once, so they must be small as well.
     dense_bytes = experts * max(inner, x.shape[-1]) * max(inner, rows) * 4
@@ -56,6 +60,18 @@ def _expert(x: jax.Array, weight: jax.Array, matrices: Matrices, limit: float, f
     up = jnp.clip(product(x, w3), -limit, limit)
     inner = narrow(jax.nn.silu(gate) * up * weight[:, None], x.dtype)
     return product(rounded(fmt, inner), w2)
+
+
+def _gathered(x: jax.Array, ids: jax.Array, weights: jax.Array, matrices: Matrices, limit: float, fmt: Format):
+    """One copy of an expert's matrices for each choice."""
+    rows, k = ids.shape
+    experts = matrices[0].weight.shape[0]
+    chosen = jnp.minimum(ids, experts - 1).reshape(-1)
+    own = jax.tree.map(lambda leaf: jnp.take(leaf, chosen, axis=0), matrices)
+    row, weight = jnp.repeat(x, k, axis=0)[:, None], weights.reshape(-1, 1)
+    out = jax.vmap(lambda r, w, m: _expert(r, w, m, limit, fmt))(row, weight, own)
+    out = jnp.where((ids < experts)[..., None], out.reshape(rows, k, -1), 0)
+    return jnp.sum(out, axis=1)
 
 
 def _dense(x: jax.Array, ids: jax.Array, weights: jax.Array, matrices: Matrices, limit: float, fmt: Format):

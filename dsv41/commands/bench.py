@@ -1,0 +1,58 @@
+"""``dsv41 bench``: decode and prefill speed and compile time, beside what the machine's limits allow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+
+from dsv41.commands.options import positive
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure speed and compile time",
+        description="Times decode steps and prefill chunks of each model and compiles them anew. The floor of a decode "
+        "step is the larger of bytes over bandwidth and operations over rate, both measured in the same run.",
+    )
+    parser.add_argument("models", type=pathlib.Path, nargs="*", metavar="DIR",
+                        help="config or checkpoint directories; without tensors: random weights; default: the embedded "
+                        "small model")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8], metavar="N", help="decode batches")
+    parser.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the timed steps")
+    parser.add_argument("--steps", type=positive, default=64, metavar="N", help="decode steps of one timing")
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timings; the median is printed")
+    parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dsv41.evaluation.speed import machine_limits, measure_model
+
+    limits = machine_limits()
+    rows = []
+    for directory in args.models or [None]:
+        for batch in args.batch:
+            print(f"bench: {directory or 'embedded model'}, batch {batch} …", file=sys.stderr)
+            rows.append(measure_model(directory, batch, args.context, args.steps, args.repeats, limits))
+    if args.json:
+        json.dump({"limits": limits._asdict(), "rows": rows}, sys.stdout, indent=1)
+        print()
+        return 0
+    _print_table(rows, limits)
+    return 0
+
+
+def _print_table(rows: list[dict], limits) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="left" if name == "model" else "right")
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    (Console() if sys.stdout.isatty() else Console(width=160, no_color=True)).print(table)
+    print(f"measured here: {limits.bytes_per_s / 1e9:.1f} GB/s read, {limits.operations_per_s / 1e9:.0f} GFLOP/s "
+          f"(float32 product), device {limits.device}")

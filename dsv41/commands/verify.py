@@ -1,0 +1,70 @@
+"""``dsv41 verify``: compares this machine's numbers with the public reference's, tensor by tensor."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv41.verification.table import Row
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "verify",
+        help="compare with the public reference's numbers",
+        description="Runs a golden directory (config.json, checkpoint, expected*.safetensors) on the present back end "
+        "and compares every tensor that it has. Exit code 1 if any comparison fails.",
+    )
+    parser.add_argument("--golden", type=pathlib.Path, required=True, metavar="DIR",
+                        help="a flavour folder; token_map.npy may lie in its parent")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    import jax
+
+    from dsv41.verification.golden import Golden
+    from dsv41.verification.run import verify
+    from dsv41.verification.table import failed
+    from pallas_kernels import backend
+
+    rows = verify(Golden(args.golden), lambda stage: print(f"verify: {stage} …", file=sys.stderr))
+    platform, back_ends = jax.devices()[0], backend.report()
+    device = f"{platform.platform} ({platform.device_kind})"
+    if args.json:
+        json.dump({"device": device, "back_ends": back_ends, "rows": [dataclasses.asdict(row) for row in rows]},
+                  sys.stdout, indent=1)
+        print()
+    else:
+        _print_table(rows)
+        print(f"\ndevice: {device}, JAX {jax.__version__}")
+        print("back ends: " + ", ".join(f"{operation}: {name}" for operation, name in sorted(back_ends.items())))
+        counts = {state: sum(row.passed is state for row in rows) for state in (True, False, None)}
+        print(f"{counts[True]} passed, {counts[False]} failed, {counts[None]} reported or skipped")
+    return 1 if failed(rows) else 0
+
+
+def _print_table(rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console() if sys.stdout.isatty() else Console(width=200, no_color=True)
+    table = Table()
+    for name, right in (("run", False), ("tensor", False), ("measure", False), ("value", True), ("limit", True),
+                        ("", False), ("note", False)):
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    verdicts = {True: "pass", False: "[bold red]FAIL[/]", None: ""}
+    group = None
+    for row in rows:
+        if group not in (None, row.group):
+            table.add_section()
+        numbers = ("" if value is None else f"{value:.3g}" for value in (row.error, row.limit))
+        table.add_row("" if row.group == group else row.group, row.name, row.measure, *numbers, verdicts[row.passed],
+                      row.note)
+        group = row.group
+    console.print(table)

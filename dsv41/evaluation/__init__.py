@@ -1,0 +1,1 @@
+"""Measuring what the model's approximations and parts cost in quality."""

@@ -1,0 +1,150 @@
+"""Timing decode and prefill of a model, and the machine's own limits in the same run."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.config import load_config
+from dsv41.defaults import default_config
+from dsv41.inference.prefill import PrefillOptions, prefill
+from dsv41.inference.sampling import create_sampler
+from dsv41.loading import checkpoint_variables, model_tokenizer, random_variables
+from dsv41.model import Model
+from dsv41.settings import Settings
+from dsv41.state.request import create_sequential_state
+from dsv41.state.sizes import state_bytes
+from dsv41.steps.decode import generate_step
+from dsv41.steps.prefill import Variables
+
+
+class Limits(NamedTuple):
+    """What the machine does at best, measured: bytes read a second, float32 operations a second."""
+
+    bytes_per_s: float
+    operations_per_s: float
+    device: str
+
+
+def machine_limits() -> Limits:
+    """Measures a reduction over 256 MiB and a 2048³ float32 product."""
+    values = jnp.ones((64, 2**20), jnp.float32)
+    square = jax.random.normal(jax.random.key(0), (2048, 2048), jnp.float32)
+    read = _seconds(jax.jit(lambda x: jnp.max(x, axis=1)), values)
+    product = _seconds(jax.jit(lambda x: jnp.matmul(x, x, precision="highest")), square)
+    return Limits(values.nbytes / read, 2 * 2048**3 / product, jax.devices()[0].device_kind)
+
+
+def _seconds(f: Callable, *args: Any, repeats: int = 5) -> float:
+    jax.block_until_ready(f(*args))
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(f(*args))
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def measure_model(
+    directory: pathlib.Path | None, batch: int, context: int, steps: int, repeats: int, limits: Limits
+) -> dict[str, Any]:
+    """One row of the benchmark.
+
+    Args:
+      directory: configuration or checkpoint; None: the embedded small model.
+      batch: requests that decode together.
+      context: prompt tokens of each before the timed steps.
+      steps: decode steps of one timing, of which there are ``repeats``; each step ends when its tokens are on the
+        host, as in generation.
+
+    Returns:
+      tokens a second of prefill and decode, milliseconds a decode step, its floor (the larger of weights and state
+      over the measured bandwidth and operations over the measured rate) and the ratio, and seconds to trace and to
+      compile the decode step, the compiled program not taken from any cache.
+    """
+    config = default_config() if directory is None else load_config(directory)
+    settings = Settings.default(config)
+    model = Model(settings)
+    variables = _variables(model, directory)
+    state = create_sequential_state(settings, batch, context + steps * (repeats + 1) + 1)
+    prompts = np.random.default_rng(0).integers(3, config.text.vocab_size, (batch, context)).tolist()
+    options = PrefillOptions("replay", (min(1024, 1 << (context - 1).bit_length()),))
+    state, _ = prefill(model, variables, state, range(batch), prompts, options)
+    again = create_sequential_state(settings, batch, state.page_table.shape[1] * settings.page_tokens)
+    begin = time.perf_counter()
+    jax.block_until_ready(prefill(model, variables, again, range(batch), prompts, options))
+    prefill_s = time.perf_counter() - begin
+
+    active, sampler = jnp.ones((batch,), bool), create_sampler(batch)
+    begin = time.perf_counter()
+    lowered = generate_step.lower(model, variables, state, sampler, active)
+    trace_s = time.perf_counter() - begin
+    begin = time.perf_counter()
+    lowered.compile()
+    compile_s = time.perf_counter() - begin
+
+    times = []
+    for repeat in range(repeats + 1):
+        begin = time.perf_counter()
+        for _ in range(steps):
+            state, sampler, tokens = generate_step(model, variables, state, sampler, active)
+            np.asarray(tokens)
+        if repeat:  # the first fills caches
+            times.append((time.perf_counter() - begin) / steps)
+    step_s = statistics.median(times)
+    floor_s = max(
+        (_weight_bytes(variables) + sum(state_bytes(settings, batch, 0, 1).values())) / limits.bytes_per_s,
+        2 * batch * _matrix_parameters(model) / limits.operations_per_s,
+    )
+    return {
+        "model": "embedded" if directory is None else "/".join(directory.resolve().parts[-2:]),
+        "layers": config.text.num_hidden_layers,
+        "batch": batch,
+        "prefill_tokens_per_s": batch * context / prefill_s,
+        "decode_tokens_per_s": batch / step_s,
+        "step_ms": step_s * 1e3,
+        "floor_ms": floor_s * 1e3,
+        "step_over_floor": step_s / floor_s,
+        "trace_s": trace_s,
+        "compile_s": compile_s,
+    }
+
+
+def _variables(model: Model, directory: pathlib.Path | None) -> Variables:
+    config = model.settings.config
+    has_tensors = directory is not None and any(directory.glob("model*.safetensors"))
+    if has_tensors:
+        return checkpoint_variables(model, directory, model_tokenizer(config))
+    return random_variables(model, 0, model_tokenizer(config))
+
+
+def _weight_bytes(variables: Variables) -> int:
+    """Bytes of all weights but the tables that a step reads a few rows of (embedding, Engram)."""
+    params = dict(variables["params"])
+    params.pop("embed")
+    for name in [n for n in params if n.startswith("engram_")]:
+        params[name] = {k: v for k, v in params[name].items() if k != "embed"}
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def _matrix_parameters(model: Model) -> int:
+    """Matrix elements that one token multiplies: everything but tables and the experts it is not sent to."""
+    from dsv41.checkpoint import checkpoint_layout
+
+    text = model.settings.text
+    total = 0.0
+    for spec in checkpoint_layout(model.settings.config).values():
+        if spec.part != "text" or spec.dtype == "F8_E8M0" or len(spec.value_shape) != 2:
+            continue
+        if spec.name == "embed.weight" or spec.name.endswith(".engram.embed.weight"):
+            continue
+        share = text.num_experts_per_tok / text.n_routed_experts if ".ffn.experts." in spec.name else 1.0
+        total += share * spec.value_shape[0] * spec.value_shape[1]
+    return int(total)

@@ -1,0 +1,132 @@
+"""Parity with the public reference, through the command that users run."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+from dsv41.checkpoint import CheckpointReader, CheckpointError, load_checkpoint, save_checkpoint
+from dsv41.cli import main
+from dsv41.config import load_config
+from dsv41.loading import abstract_variables
+from dsv41.model import Model
+from dsv41.settings import Settings
+from dsv41.verification import table
+from dsv41.verification.golden import Golden
+from tests.conftest import GOLDEN
+
+
+def float_golden(name: str, directory: pathlib.Path) -> pathlib.Path:
+    """The complete float32 flavour of a golden: its weights are the packed ones multiplied out, stored once here."""
+    config = load_config(GOLDEN / name / "f32")
+    target = abstract_variables(Model(Settings.default(config)))
+    params = load_checkpoint(CheckpointReader(GOLDEN / name / "fp8"), load_config(GOLDEN / name / "fp8"), target)
+    flavour = directory / name / "f32"
+    save_checkpoint(params, config, flavour)
+    shutil.copytree(GOLDEN / name / "f32", flavour, dirs_exist_ok=True)
+    shutil.copy(GOLDEN / name / "token_map.npy", flavour.parent)
+    return flavour
+
+
+def verify(directory: pathlib.Path, capsys: pytest.CaptureFixture) -> tuple[int, list[dict]]:
+    code = main(["verify", "--golden", str(directory), "--json"])
+    return code, json.loads(capsys.readouterr().out)["rows"]
+
+
+def passed(rows: list[dict], group: str, name: str) -> list[dict]:
+    return [r for r in rows if r["group"] == group and r["name"] == name and r["passed"]]
+
+
+def test_mini8_in_float32(tmp_path, capsys):
+    code, rows = verify(float_golden("mini8", tmp_path), capsys)
+    assert code == 0, [r for r in rows if r["passed"] is False]
+    # Every kind of comparison was made: an empty table must not pass.
+    for name in ("A.prefill.logits", "A.decode.logits"):
+        strict = passed(rows, "rounding off", name)
+        assert {r["measure"] for r in strict} == {"max abs", "greedy tokens"}
+        assert {r["limit"] for r in strict} == {1e-4, 1.0}
+    for source in (2, 4, 6):
+        assert passed(rows, "rounding off", f"A.decode.topk.{source}")
+    for layer in range(8):
+        assert any(r["passed"] for r in rows if r["name"] == f"layer.{layer}" and r["group"].startswith("layer "))
+    for case in ("D.decode", "E61.tail", "E200.tail", "E200.decode", "F40_47.tail", "F100_130.decode", "F96_97.tail"):
+        assert len(passed(rows, "replay, rounding off", f"{case}.logits")) == 2
+    for case in ("A", "B", "C1", "C2", "C3"):
+        assert passed(rows, "rounding on", f"{case}.prefill.logits")
+    assert passed(rows, "rounding on", "C3.prefill.engram_hash")
+    skipped = [r for r in rows if r["measure"] == "skipped"]
+    assert all("not built yet" in r["note"] for r in skipped)
+    assert any("dspark" in r["name"] for r in skipped)
+
+
+def test_mini8_in_fp8(golden_dir, capsys):
+    code, rows = verify(golden_dir / "mini8" / "fp8", capsys)
+    assert code == 0, [r for r in rows if r["passed"] is False]
+    layers = [r for r in rows if r["name"].startswith("layer.") and r["limit"] == 2e-2]
+    assert len(layers) == 8
+    # Free of selections that tie exactly in bfloat16, a layer is the reference's to the last bits of most rows.
+    steady = [r["error"] for r in layers if r["group"].endswith(("(Reuse)", "(window only)"))]
+    assert max(steady) < 1e-3
+
+
+def test_tiny40_in_float32(tmp_path, capsys):
+    code, rows = verify(float_golden("tiny40", tmp_path), capsys)
+    assert code == 0, [r for r in rows if r["passed"] is False]
+    assert len(passed(rows, "rounding off", "A.prefill.logits")) == 2
+    for source in (2, 8, 14, 20, 24, 28, 32, 36):
+        assert passed(rows, "rounding off", f"A.prefill.topk.{source}")
+    for layer in (2, 14, 20):
+        assert any(r["passed"] for r in rows if r["name"] == f"layer.{layer}" and r["group"].startswith("layer "))
+
+
+def test_wrong_weights_fail(tmp_path, capsys):
+    """A comparison that cannot fail proves nothing: one attention sink is changed."""
+    directory = float_golden("mini8", tmp_path)
+    for stem in ("expected", "expected_replay"):
+        (directory / f"{stem}.safetensors").rename(directory / f"{stem}.unused")
+    # What remains is the strict set, which takes its prompts from "expected".
+    (directory / "expected.unused").rename(directory / "expected.safetensors")
+    spec = CheckpointReader(directory)
+    file = directory / json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"][
+        "layers.5.attn.attn_sink"
+    ]
+    value = spec.read("layers.5.attn.attn_sink")
+    data = file.read_bytes()
+    assert data.count(value.tobytes()) == 1
+    file.write_bytes(data.replace(value.tobytes(), (value + np.float32(0.5)).tobytes()))
+    from dsv41.verification import run
+
+    rows = run.verify(Golden(directory))
+    failures = {(r.group, r.name) for r in table.failed(rows)}
+    assert ("rounding off", "A.prefill.logits") in failures
+    assert ("layer 5 (Reuse)", "layer.5") in failures
+    assert not any(group.startswith(("layer 0", "layer 3")) for group, _ in failures)
+
+
+def test_missing_parts_are_named(tmp_path, golden_dir, capsys):
+    assert main(["verify", "--golden", str(tmp_path)]) == 2
+    assert "no config.json" in capsys.readouterr().err
+    shutil.copy(golden_dir / "mini8" / "f32" / "config.json", tmp_path)
+    assert main(["verify", "--golden", str(tmp_path)]) == 2
+    assert "no expected*.safetensors" in capsys.readouterr().err
+    shutil.copy(golden_dir / "mini8" / "f32" / "expected.safetensors", tmp_path)
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
+        Golden(tmp_path).checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("ours", "golden", "same"),
+    [([3, 1, -1], [1, 3, -1], True), ([1, 3], [1, 3, -1, -1], True), ([1, 2], [1, 3], False), ([-1, 5], [5, 6], False)],
+)
+def test_selections_compare_as_sets(ours, golden, same):
+    assert bool(table.same_sets(np.array([ours]), np.array([golden]))[0]) is same
+
+
+def test_a_nan_passes_no_limit():
+    assert not table.at_most("g", "n", "max abs", table.max_abs(np.array([np.nan]), np.array([0.0])), 1e-4).passed
+    assert not table.at_least("g", "n", "share", float("nan"), 0.5).passed
+    assert table.max_abs(np.zeros(3), np.zeros(4)) == float("inf")
