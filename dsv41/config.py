@@ -271,26 +271,45 @@ def _check_sizes(config: ModelConfig) -> None:
     need(rope <= text.index_head_dim, "qk_rope_head_dim", f"exceeds index_head_dim {text.index_head_dim}")
     need(text.head_dim % 32 == 0, "head_dim", "is not a multiple of 32, the FP8 block of window entries")
     need(text.index_head_dim % 32 == 0, "index_head_dim", "is not a multiple of 32, the FP4 block of index keys")
-    need(text.num_attention_heads % text.o_groups == 0, "o_groups",
-         f"does not divide num_attention_heads {text.num_attention_heads}")
-    need(text.num_experts_per_tok <= text.n_routed_experts, "num_experts_per_tok",
-         f"exceeds n_routed_experts {text.n_routed_experts}")
-    need(text.dspark_num_experts_per_tok <= text.dspark_n_routed_experts, "dspark_num_experts_per_tok",
-         f"exceeds dspark_n_routed_experts {text.dspark_n_routed_experts}")
+    need(
+        text.num_attention_heads % text.o_groups == 0,
+        "o_groups",
+        f"does not divide num_attention_heads {text.num_attention_heads}",
+    )
+    need(
+        text.num_experts_per_tok <= text.n_routed_experts,
+        "num_experts_per_tok",
+        f"exceeds n_routed_experts {text.n_routed_experts}",
+    )
+    need(
+        text.dspark_num_experts_per_tok <= text.dspark_n_routed_experts,
+        "dspark_num_experts_per_tok",
+        f"exceeds dspark_n_routed_experts {text.dspark_n_routed_experts}",
+    )
     need(text.engram_max_ngram_size >= 2, "engram_max_ngram_size", "leaves no n-gram to hash")
-    need(len(text.engram_num_embeddings) == len(text.engram_layer_ids), "engram_num_embeddings",
-         f"has not one entry for each of engram_layer_ids {list(text.engram_layer_ids)}")
+    need(
+        len(text.engram_num_embeddings) == len(text.engram_layer_ids),
+        "engram_num_embeddings",
+        f"has not one entry for each of engram_layer_ids {list(text.engram_layer_ids)}",
+    )
     for field in ("engram_pad_token_id", "dspark_noise_token_id"):
         need(getattr(text, field) < text.vocab_size, field, f"is not below vocab_size {text.vocab_size}")
     for field in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
         value = getattr(config, field)
         if value >= text.vocab_size:
             raise ConfigError(f"{field}: {value} is not below text_config.vocab_size {text.vocab_size}")
-    need(vision.hidden_size % vision.num_attention_heads == 0, "num_attention_heads",
-         f"does not divide hidden_size {vision.hidden_size}", "vision_config")
+    need(
+        vision.hidden_size % vision.num_attention_heads == 0,
+        "num_attention_heads",
+        f"does not divide hidden_size {vision.hidden_size}",
+        "vision_config",
+    )
     if config.quantization is not None:
         for field in ("hidden_size", "moe_intermediate_size", "q_lora_rank", "engram_head_dim"):
             need(getattr(text, field) % 32 == 0, field, "is not a multiple of 32, the block of quantised weights")
         group_width = text.num_attention_heads // text.o_groups * text.head_dim
-        need(group_width % 32 == 0 and text.o_groups * text.o_lora_rank % 32 == 0, "o_lora_rank",
-             "does not fit 32×32 weight blocks")
+        need(
+            group_width % 32 == 0 and text.o_groups * text.o_lora_rank % 32 == 0,
+            "o_lora_rank",
+            "does not fit 32×32 weight blocks",
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Sequence
 
 from dsv41.config import ConfigError, TextConfig
@@ -121,7 +122,7 @@ def layer_table(text: TextConfig) -> LayerTable:
             raise ConfigError(f"text_config.compress_ratios: layer {layer} has ratio {ratio}")
     for field in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "dspark_target_layer_ids"):
         ids = getattr(text, field)
-        for before, after in zip(ids, ids[1:], strict=False):
+        for before, after in itertools.pairwise(ids):
             if after <= before:
                 raise ConfigError(f"text_config.{field}: layer {after} after layer {before} is out of order")
         for layer in ids:

@@ -77,8 +77,9 @@ class Embedding(nn.Module):
 
     def setup(self):
         text = self.settings.text
-        self.weight = declare(self, "weight", (text.vocab_size, text.hidden_size), self.settings.dtype,
-                              ("vocab", "embed"))
+        self.weight = declare(
+            self, "weight", (text.vocab_size, text.hidden_size), self.settings.dtype, ("vocab", "embed")
+        )
 
     def __call__(self, tokens: jax.Array, valid: jax.Array) -> jax.Array:
         """``[batch, query]`` to ``[batch, query, d]``; zeros where not ``valid``, whatever the token there."""
@@ -108,7 +109,10 @@ class Model(nn.Module):
         self.token_map = self.variable("constants", "token_map", jnp.zeros, (text.vocab_size,), jnp.int32)
 
     def encode(
-        self, state: ModelState, batch: TokenBatch, write_from: jax.Array | None = None,
+        self,
+        state: ModelState,
+        batch: TokenBatch,
+        write_from: jax.Array | None = None,
         forced: ForcedSelection | None = None,
     ) -> tuple[Segment, EncoderDelta]:
         """Passes tokens through the encoder and projects its outputs into the decoder's global memory.
@@ -185,8 +189,13 @@ class Model(nn.Module):
 
 
 def begin_step(
-    settings: Settings, state: ModelState, ring: Ring, segment: Segment, engram: EngramInputs | None,
-    write_from: jax.Array | None = None, forced: ForcedSelection | None = None,
+    settings: Settings,
+    state: ModelState,
+    ring: Ring,
+    segment: Segment,
+    engram: EngramInputs | None,
+    write_from: jax.Array | None = None,
+    forced: ForcedSelection | None = None,
 ) -> tuple[Step, Packed]:
     """What all layers of a stack share in one step, and their window entries in position order."""
     positions = segment.start[:, None] + jnp.arange(segment.is_image.shape[1], dtype=jnp.int32)

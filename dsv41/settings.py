@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax.numpy as jnp
 
 from dsv41.config import ModelConfig, TextConfig
 from dsv41.layer_table import LayerTable, layer_table
 from dsv41.numerics.rounding import Formats, RoundingPolicy
+
+_PAGE_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Settings:
     config: ModelConfig
     policy: RoundingPolicy
     packed_weights: bool
-    page_tokens: int = 64
+    page_tokens: int
 
     def __post_init__(self):
         for ratio in self.table.ratios:
@@ -46,14 +49,24 @@ class Settings:
         return hash((self.config, self.policy, self.packed_weights, self.page_tokens))
 
     @classmethod
-    def default(cls, config: ModelConfig, *, cache_rounding: bool = True, packed_weights: bool | None = None,
-                page_tokens: int = 64) -> Settings:
+    def default(
+        cls,
+        config: ModelConfig,
+        *,
+        cache_rounding: bool = True,
+        packed_weights: bool | None = None,
+        page_tokens: int | None = None,
+    ) -> Settings:
         """The reference's roundings and the checkpoint's own storage.
 
         Args:
           cache_rounding: False keeps caches, index keys and index queries in the activation dtype.
           packed_weights: None packs exactly where the checkpoint does.
+          page_tokens: None takes 64, or the next number that every compression ratio divides.
         """
+        if page_tokens is None:
+            step = math.lcm(*layer_table(config.text).ratios)
+            page_tokens = -(-_PAGE_TOKENS // step) * step
         packed = config.quantization is not None if packed_weights is None else packed_weights
         return cls(config, RoundingPolicy.for_config(config, cache_rounding), packed, page_tokens)
 

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41.checkpoint import CheckpointReader
+from dsv41.checkpoint import CheckpointReader, load_checkpoint
 from dsv41.config import load_config
 from dsv41.loading import abstract_variables
-from dsv41.checkpoint import load_checkpoint
 from dsv41.model import Model
 from dsv41.settings import Settings
 from tests.fixtures_engine import default_engine, mini8_engine  # noqa: F401 (fixtures)

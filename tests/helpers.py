@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41.config import ModelConfig, load_config
+from dsv41.layer_table import layer_table
 from dsv41.loading import random_variables
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
@@ -35,14 +37,15 @@ STRAY = (-1, 2**31 - 1, -(2**31), 10**6, 0)
 SMALL_LAYOUT = {
     "num_hidden_layers": 4,
     "num_nextn_predict_layers": 0,
-    "compress_ratios": (0, 2, 1, 1),
-    "kv_source_layer_ids": (1, 2),
-    "index_source_layer_ids": (1, 2, 3),
+    "compress_ratios": (2, 2, 1, 1),
+    "kv_source_layer_ids": (0, 1, 2),
+    "index_source_layer_ids": (0, 1, 2, 3),
     "candidate_source_layer_id": 2,
     "engram_layer_ids": (1,),
-    "dspark_target_layer_ids": (1, 2, 3),
+    "dspark_target_layer_ids": (),
 }
-"""Few layers (they compile fast) with every kind of source: the changes to mini8's text configuration."""
+"""The changes to mini8's text configuration that make little to compile: as encoder a loop of two Full layers, as
+decoder a Full layer with candidate pool and a Reindex layer."""
 
 
 def mini8_config() -> ModelConfig:
@@ -63,7 +66,8 @@ def random_model(cache_rounding: bool, **text_fields) -> tuple[Model, dict]:
 @functools.cache
 def _random_model(cache_rounding: bool, text_fields: tuple) -> tuple[Model, dict]:
     config = with_text(mini8_config(), **dict(text_fields))
-    model = Model(Settings.default(config, cache_rounding=cache_rounding, page_tokens=PAGE_TOKENS))
+    page_tokens = math.lcm(PAGE_TOKENS, *layer_table(config.text).ratios)
+    model = Model(Settings.default(config, cache_rounding=cache_rounding, page_tokens=page_tokens))
     return model, random_variables(model, 3, None)
 
 
@@ -80,7 +84,7 @@ def fresh_state(settings: Settings, seed: int = 0, slots: int = SLOTS) -> ModelS
 
     It is bound to a device, as the states that steps return are: an unbound one would compile every step twice.
     """
-    table_pages = CAPACITY // settings.page_tokens
+    table_pages = -(-CAPACITY // settings.page_tokens)
     pages = slots * table_pages + SPARE_PAGES
     order = np.random.default_rng(seed).permutation(pages).astype(np.int32)
     table = order[: slots * table_pages].reshape(slots, table_pages)
@@ -198,7 +202,8 @@ def entry_rows(pool: SourcePool, pages: np.ndarray) -> np.ndarray:
     parts = []
     for leaf in jax.tree.leaves(pool):
         leaf = np.asarray(leaf)[:, pages]
-        parts.append(np.ascontiguousarray(leaf).view(np.uint8).reshape(leaf.shape[0], leaf.shape[1] * leaf.shape[2], -1))
+        width = leaf.shape[-1] * leaf.dtype.itemsize
+        parts.append(np.ascontiguousarray(leaf).view(np.uint8).reshape(leaf.shape[0], leaf.shape[1] * leaf.shape[2], width))
     return np.concatenate(parts, axis=-1)
 
 
@@ -212,17 +217,13 @@ def changed_entries(before: ModelState, after: ModelState, ratio: int, slot: int
     return (entries_of(before, ratio, slot) != entries_of(after, ratio, slot)).any(-1)
 
 
-def memory_bytes(state: ModelState) -> bytes:
-    """The whole pools."""
-    return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.memory))
-
-
 def owned(state: ModelState, slot: int) -> dict[str, np.ndarray]:
     """All that a request's future depends on: its entries, live ring slots, open groups, history, length."""
     length = int(state.length[slot])
     parts: dict[str, np.ndarray] = {"length": np.asarray(length), "ngram_tail": np.asarray(state.ngram_tail[slot])}
-    for ratio in state.memory:
-        parts[f"memory {ratio}"] = entries_of(state, ratio, slot)[:, : length // ratio]
+    for ratio, pool in state.memory.items():
+        pages = np.asarray(state.page_table)[slot, : -(-(length // ratio) // pool.main.payload.shape[2])]
+        parts[f"memory {ratio}"] = entry_rows(pool, pages)[:, : length // ratio]
     for name in ("encoder_ring", "decoder_ring"):
         ring: Ring = getattr(state, name)
         positions = np.asarray(ring.positions[slot])

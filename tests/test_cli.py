@@ -20,8 +20,13 @@ ROOT = pathlib.Path(__file__).parent.parent
 OFFICIAL = ROOT / "configs" / "deepseek-v4.1-flash"
 MINI8 = GOLDEN / "mini8" / "fp8"
 # The options of the shared engines, so that their compiled steps are used again.
-DEFAULT_FLAGS = ["--deterministic", "--batch", str(DEFAULT_OPTIONS.max_batch),
-                 "--max-length", str(DEFAULT_OPTIONS.max_length)]
+DEFAULT_FLAGS = [
+    "--deterministic",
+    "--batch",
+    str(DEFAULT_OPTIONS.max_batch),
+    "--max-length",
+    str(DEFAULT_OPTIONS.max_length),
+]
 MINI8_FLAGS = ["--checkpoint", str(MINI8), "--deterministic", "--batch", str(MINI8_OPTIONS.max_batch), "--chunk", "16"]
 
 
@@ -56,15 +61,25 @@ def read_lines(path: pathlib.Path) -> list[dict]:
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys; from dsv41 import cli\ntry: cli.main(['generate', '--help'])\nexcept SystemExit: pass\n" \
-           "assert not {'jax', 'numpy', 'tokenizers'} & set(sys.modules), sorted(sys.modules)"
+    code = (
+        "import sys; from dsv41 import cli\ntry: cli.main(['generate', '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'jax', 'numpy', 'tokenizers'} & set(sys.modules), sorted(sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--max-new-tokens" in done.stdout
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"], ["generate"], ["generate", "--prompt", "a", "--prompt-file", "b"],
-                                  ["generate", "--prompt", "a", "--chunk", "0"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["generate"],
+        ["generate", "--prompt", "a", "--prompt-file", "b"],
+        ["generate", "--prompt", "a", "--chunk", "0"],
+    ],
+)
 def test_wrong_usage(argv, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main(argv)
@@ -102,8 +117,15 @@ def test_inspect_official_json(run):
     assert sum(parts.values()) - parts["DSpark"] - parts["vision"] - parts["Engram"] == pytest.approx(552e9, rel=1e-3)
     assert shown["decoder_start"] == 20
     assert shown["layers"][24] == {
-        "layer": 24, "stack": "decoder", "mode": "Reindex", "ratio": 1, "kv_source": 20, "index_source": 24,
-        "candidate_source": 20, "engram": False, "dspark_tap": False,
+        "layer": 24,
+        "stack": "decoder",
+        "mode": "Reindex",
+        "ratio": 1,
+        "kv_source": 20,
+        "index_source": 24,
+        "candidate_source": 20,
+        "engram": False,
+        "dspark_tap": False,
     }
 
 
@@ -144,14 +166,16 @@ def test_generate_with_the_embedded_model(run, default_engine, tmp_path):
     assert "random weights" in notice
     assert "noise" in notice
     assert re.fullmatch(
-        r"\d+ prompt tokens, 8 new · TTFT [\d.]+ ms · inter-token first [\d.]+ ms, steady [\d.]+ ms · [\d.]+ tokens/s · "
-        r"state [\d,]+ B a request, [\d,]+ B in all · compiled in [\d.]+ s", figures
+        r"\d+ prompt tokens, 8 new · TTFT [\d.]+ ms · inter-token first [\d.]+ ms, steady [\d.]+ ms · "
+        r"[\d.]+ tokens/s · state [\d,]+ B a request, [\d,]+ B in all · compiled in [\d.]+ s",
+        figures,
     )
     file = tmp_path / "prompt.txt"
     file.write_bytes(prompt.encode())
     stop = whole.text[6:9]
-    code, out, _ = run("generate", "--prompt-file", file, "--max-new-tokens", 8, "--stop", "zzz", "--stop", stop,
-                       *DEFAULT_FLAGS)
+    code, out, _ = run(
+        "generate", "--prompt-file", file, "--max-new-tokens", 8, "--stop", "zzz", "--stop", stop, *DEFAULT_FLAGS
+    )
     assert (code, out) == (0, whole.text[: whole.text.index(stop)] + "\n")
 
 
@@ -209,10 +233,12 @@ def test_prompts_to_completions(run, prompts, tmp_path, mini8_engine):
     assert err.startswith("4 requests: 10 prompt tokens, ")
     lines = {line["id"]: line for line in read_lines(out)}
     assert set(lines) == {"first", 2, 77, 5}  # without an id: the line's number
-    expected = mini8_engine.generate([
-        Request(tokens=[5, 6, 7], max_new_tokens=3),
-        Request(tokens=[8, 9], temperature=1.0, seed=4, top_p=0.9, max_new_tokens=4),
-    ])
+    expected = mini8_engine.generate(
+        [
+            Request(tokens=[5, 6, 7], max_new_tokens=3),
+            Request(tokens=[8, 9], temperature=1.0, seed=4, top_p=0.9, max_new_tokens=4),
+        ]
+    )
     assert lines["first"]["tokens"] == list(expected[0].tokens)
     assert lines[2]["tokens"] == list(expected[1].tokens)
     assert lines["first"]["text"] is None  # no tokenizer has this vocabulary

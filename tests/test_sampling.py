@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41.inference.sampling import Sampler, create_sampler, probabilities, sample
+from dsv41.inference.sampling import Sampler, create_sampler, probabilities
+from dsv41.inference.sampling import sample as sample_eagerly
+
+sample = jax.jit(sample_eagerly)  # one compilation a batch size
 
 
 def distribution(logits, temperature: float, top_p: float) -> np.ndarray:

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from dsv41.checkpoint import CheckpointReader, CheckpointError, load_checkpoint, save_checkpoint
+from dsv41.checkpoint import CheckpointError, CheckpointReader, load_checkpoint, save_checkpoint
 from dsv41.cli import main
 from dsv41.config import load_config
 from dsv41.loading import abstract_variables

@@ -17,9 +17,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="Times decode steps and prefill chunks of each model and compiles them anew. The floor of a decode "
         "step is the larger of bytes over bandwidth and operations over rate, both measured in the same run.",
     )
-    parser.add_argument("models", type=pathlib.Path, nargs="*", metavar="DIR",
-                        help="config or checkpoint directories; without tensors: random weights; default: the embedded "
-                        "small model")
+    parser.add_argument(
+        "models",
+        type=pathlib.Path,
+        nargs="*",
+        metavar="DIR",
+        help="config or checkpoint directories; without tensors: random weights; default: the embedded small model",
+    )
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8], metavar="N", help="decode batches")
     parser.add_argument("--context", type=positive, default=64, metavar="N", help="tokens before the timed steps")
     parser.add_argument("--steps", type=positive, default=64, metavar="N", help="decode steps of one timing")
@@ -54,5 +58,7 @@ def _print_table(rows: list[dict], limits) -> None:
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
     (Console() if sys.stdout.isatty() else Console(width=160, no_color=True)).print(table)
-    print(f"measured here: {limits.bytes_per_s / 1e9:.1f} GB/s read, {limits.operations_per_s / 1e9:.0f} GFLOP/s "
-          f"(float32 product), device {limits.device}")
+    print(
+        f"measured here: {limits.bytes_per_s / 1e9:.1f} GB/s read, {limits.operations_per_s / 1e9:.0f} GFLOP/s "
+        f"(float32 product), device {limits.device}"
+    )

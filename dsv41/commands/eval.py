@@ -20,11 +20,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="Prefills prompts of each length both ways and compares the logits of their last position. Up to "
         "the replay length the two are the same computation.",
     )
-    replay.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR",
-                        help="checkpoint in the public layout; default: the embedded small model with random weights")
+    replay.add_argument(
+        "--checkpoint",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="checkpoint in the public layout; default: the embedded small model with random weights",
+    )
     replay.add_argument("--text", type=pathlib.Path, metavar="FILE", help="prompts from this text; default: random ids")
-    replay.add_argument("--lengths", type=positive, nargs="+", metavar="N",
-                        help="prompt lengths; default: half, one, two, four and eight windows")
+    replay.add_argument(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="prompt lengths; default: half, one, two, four and eight windows",
+    )
     replay.add_argument("--prompts", type=positive, default=4, metavar="N", help="prompts of each length")
     replay.add_argument("--replay-length", type=positive, metavar="N", help="positions replayed; default: the window")
     replay.add_argument("--chunk", type=positive, default=256, metavar="N", help="prefill chunk")

@@ -28,30 +28,53 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "Lines have 'prompt' or 'tokens', and optionally id, max_new_tokens, temperature, top_p, seed, stop; "
         "what a line does not give is taken from the options.",
     )
-    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR",
-                        help="checkpoint in the public layout; default: an embedded small model with random weights")
+    parser.add_argument(
+        "--checkpoint",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="checkpoint in the public layout; default: an embedded small model with random weights",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT")
     source.add_argument("--prompt-file", type=pathlib.Path, metavar="FILE", help="file whose whole text is the prompt")
     source.add_argument("--prompts", type=pathlib.Path, metavar="FILE.jsonl", help="many prompts; needs --out")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.jsonl",
-                        help="completions in the order in which they finish; ids that it holds already are skipped")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="FILE.jsonl",
+        help="completions in the order in which they finish; ids that it holds already are skipped",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): most likely token")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling, each request has its own")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                        help="end before this text; may be given several times")
-    parser.add_argument("--prefill", choices=("replay", "exact"), default="replay",
-                        help="replay (default): the decoder sees the last positions of a prompt; exact: all")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+    )
+    parser.add_argument(
+        "--prefill",
+        choices=("replay", "exact"),
+        default="replay",
+        help="replay (default): the decoder sees the last positions of a prompt; exact: all",
+    )
     parser.add_argument("--chunk", type=positive, metavar="N", help="longest prefill chunk")
     parser.add_argument("--batch", type=positive, default=8, metavar="N", help="requests that decode together at most")
-    parser.add_argument("--max-length", type=positive, metavar="N",
-                        help="positions of a request (prompt and new tokens); default: the model's maximum")
-    parser.add_argument("--weights", choices=("packed", "plain"),
-                        help="keep quantised weights packed, or multiply them out; default: as they are stored")
-    parser.add_argument("--deterministic", action="store_true",
-                        help="one compiled shape for all: a request gives the same tokens alone and in any batch")
+    parser.add_argument(
+        "--max-length",
+        type=positive,
+        metavar="N",
+        help="positions of a request (prompt and new tokens); default: the model's maximum",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("packed", "plain"),
+        help="keep quantised weights packed, or multiply them out; default: as they are stored",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="one compiled shape for all: a request gives the same tokens alone and in any batch",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,7 +111,9 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
     if args.chunk is not None:
         sizes = (*(size for size in sizes if size < args.chunk), args.chunk)
     return EngineOptions(
-        max_batch=args.batch, max_length=args.max_length, prefill=PrefillOptions(args.prefill, sizes),
+        max_batch=args.batch,
+        max_length=args.max_length,
+        prefill=PrefillOptions(args.prefill, sizes),
         deterministic=args.deterministic,
     )
 

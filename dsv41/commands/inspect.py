@@ -35,8 +35,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="show what a configuration describes",
         description="Shows the layer table, the parameters, and the memory of a token and a request.",
     )
-    parser.add_argument("config", type=pathlib.Path, nargs="?", metavar="CONFIG",
-                        help="config.json or the directory that holds it; default: the embedded small model")
+    parser.add_argument(
+        "config",
+        type=pathlib.Path,
+        nargs="?",
+        metavar="CONFIG",
+        help="config.json or the directory that holds it; default: the embedded small model",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
@@ -126,8 +131,9 @@ def _print_tables(description: dict[str, Any]) -> None:
             return "yes" if value else ""
         return "–" if value is None else str(value)
 
-    layers = table("Layers", "layer", "stack", "mode", "ratio", "KV of", "top-k of", "candidates of", "Engram",
-                   "DSpark tap")
+    layers = table(
+        "Layers", "layer", "stack", "mode", "ratio", "KV of", "top-k of", "candidates of", "Engram", "DSpark tap"
+    )
     for row in description["layers"]:
         layers.add_row(*map(cell, row.values()), end_section=row["layer"] + 1 == description["decoder_start"])
     console.print(layers)

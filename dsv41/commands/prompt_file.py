@@ -13,9 +13,7 @@ from dsv41.commands.options import OptionError, read_text
 from dsv41.inference.requests import Completion, Request, RequestError
 
 
-def read_requests(
-    path: pathlib.Path, defaults: dict[str, Any], check: Callable[[Request], object]
-) -> list[Request]:
+def read_requests(path: pathlib.Path, defaults: dict[str, Any], check: Callable[[Request], object]) -> list[Request]:
     """Reads and checks every line of a prompt file; blank lines are skipped.
 
     Args:

@@ -20,8 +20,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         description="Runs a golden directory (config.json, checkpoint, expected*.safetensors) on the present back end "
         "and compares every tensor that it has. Exit code 1 if any comparison fails.",
     )
-    parser.add_argument("--golden", type=pathlib.Path, required=True, metavar="DIR",
-                        help="a flavour folder; token_map.npy may lie in its parent")
+    parser.add_argument(
+        "--golden",
+        type=pathlib.Path,
+        required=True,
+        metavar="DIR",
+        help="a flavour folder; token_map.npy may lie in its parent",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -37,8 +42,11 @@ def run(args: argparse.Namespace) -> int:
     platform, back_ends = jax.devices()[0], backend.report()
     device = f"{platform.platform} ({platform.device_kind})"
     if args.json:
-        json.dump({"device": device, "back_ends": back_ends, "rows": [dataclasses.asdict(row) for row in rows]},
-                  sys.stdout, indent=1)
+        json.dump(
+            {"device": device, "back_ends": back_ends, "rows": [dataclasses.asdict(row) for row in rows]},
+            sys.stdout,
+            indent=1,
+        )
         print()
     else:
         _print_table(rows)
@@ -55,8 +63,15 @@ def _print_table(rows: list[Row]) -> None:
 
     console = Console() if sys.stdout.isatty() else Console(width=200, no_color=True)
     table = Table()
-    for name, right in (("run", False), ("tensor", False), ("measure", False), ("value", True), ("limit", True),
-                        ("", False), ("note", False)):
+    for name, right in (
+        ("run", False),
+        ("tensor", False),
+        ("measure", False),
+        ("value", True),
+        ("limit", True),
+        ("", False),
+        ("note", False),
+    ):
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     verdicts = {True: "pass", False: "[bold red]FAIL[/]", None: ""}
     group = None
@@ -64,7 +79,8 @@ def _print_table(rows: list[Row]) -> None:
         if group not in (None, row.group):
             table.add_section()
         numbers = ("" if value is None else f"{value:.3g}" for value in (row.error, row.limit))
-        table.add_row("" if row.group == group else row.group, row.name, row.measure, *numbers, verdicts[row.passed],
-                      row.note)
+        table.add_row(
+            "" if row.group == group else row.group, row.name, row.measure, *numbers, verdicts[row.passed], row.note
+        )
         group = row.group
     console.print(table)

@@ -55,8 +55,9 @@ def compare_replay(
     (replay_state, replay), (exact_state, exact) = run("replay"), run("exact")
     difference = np.abs(replay - exact)
     kl_mean, kl_max = divergence(replay, exact)
-    same = jax.tree.map(lambda a, b: bool(np.array_equal(np.asarray(a), np.asarray(b))),
-                        replay_state.memory, exact_state.memory)
+    same = jax.tree.map(
+        lambda a, b: bool(np.array_equal(np.asarray(a), np.asarray(b))), replay_state.memory, exact_state.memory
+    )
     return {
         "length": length,
         "mean_abs": float(difference.mean()),

@@ -117,9 +117,7 @@ class Engine:
         model, tokenizer = Model(Settings.default(config)), model_tokenizer(config)
         return cls(model, random_variables(model, seed, tokenizer), tokenizer, options)
 
-    def generate(
-        self, requests: Sequence[Request], on_prefill: PrefillProgress | None = None
-    ) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], on_prefill: PrefillProgress | None = None) -> list[Completion]:
         """Runs requests to their end; completions in the order of the requests.
 
         Raises:
@@ -128,9 +126,7 @@ class Engine:
         done = {e.index: e.completion for e in self.stream(requests, on_prefill) if e.completion is not None}
         return [done[i] for i in range(len(requests))]
 
-    def stream(
-        self, requests: Sequence[Request], on_prefill: PrefillProgress | None = None
-    ) -> Iterator[Event]:
+    def stream(self, requests: Sequence[Request], on_prefill: PrefillProgress | None = None) -> Iterator[Event]:
         """Yields every token as soon as it is drawn; requests are checked at the call, not at the first token.
 
         Raises:

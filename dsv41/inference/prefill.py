@@ -116,7 +116,9 @@ def encode_prompts(
     if begin:
         state = _place_after(variables, state, index, prompts, begin)
     write_from = jnp.full(index.shape, cached, jnp.int32)
+    # Where the state is: bound to no device, the first chunk's tail would compile a step of its own.
     tail = create_segment(model.settings, len(prompts), options.replay_length or window)
+    tail = jax.device_put(tail, state.length.sharding)
     for batch in chunk_batches(prompts, options, begin):
         state, tail = encode_chunk(model, variables, state, index, tail, batch, write_from)
         if progress is not None:

@@ -64,8 +64,11 @@ class Request:
         need(self.temperature >= 0, "temperature", "is below 0")
         need(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "is not a number in (0, 1]")
         need(_is_integer(self.seed) and 0 <= self.seed < _SEEDS, "seed", "is not an integer in [0, 2³²)")
-        need(_is_list(self.stop) and all(_is_text(s) and s for s in self.stop), "stop",
-             "is not a list of non-empty texts")
+        need(
+            _is_list(self.stop) and all(_is_text(s) and s for s in self.stop),
+            "stop",
+            "is not a list of non-empty texts",
+        )
         object.__setattr__(self, "stop", tuple(self.stop))
 
 

@@ -53,13 +53,22 @@ def probabilities(logits: jax.Array, temperature: jax.Array, top_p: jax.Array) -
     greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     warm = jnp.where(temperature > 0, temperature, 1.0)[:, None]
     p = jax.nn.softmax(logits / warm, axis=-1)
-    order = jnp.argsort(-p, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(p, order, axis=-1)
-    kept = jnp.cumsum(ranked, axis=-1) - ranked < top_p[:, None]
-    rank = jnp.argsort(order, axis=-1)
-    p = jnp.where(jnp.take_along_axis(kept, rank, axis=-1) | (top_p[:, None] >= 1), p, 0.0)
-    p = p / jnp.sum(p, axis=-1, keepdims=True)
+    # Sorting the vocabulary is skipped while no request cuts it.
+    p = lax.cond(jnp.any((temperature > 0) & (top_p < 1)), _nucleus, lambda p, _: p, p, top_p)
     return jnp.where((temperature > 0)[:, None], p, greedy)
+
+
+def _nucleus(p: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Cuts ``[batch, vocab]`` to the most likely tokens that reach ``top_p`` [batch], renormalised."""
+    token = jnp.broadcast_to(jnp.arange(p.shape[-1], dtype=jnp.int32), p.shape)
+    # Sorted by falling probability, then rising id; the last one kept is the threshold, so nothing is sorted back.
+    ranked, ids = lax.sort((-p, token), num_keys=2)
+    before = jnp.cumsum(-ranked, axis=-1) + ranked
+    last = jnp.maximum(jnp.sum(before < top_p[:, None], axis=-1, keepdims=True) - 1, 0)
+    least, its_id = -jnp.take_along_axis(ranked, last, axis=-1), jnp.take_along_axis(ids, last, axis=-1)
+    kept = (p > least) | ((p == least) & (token <= its_id)) | (top_p[:, None] >= 1)
+    p = jnp.where(kept, p, 0.0)
+    return p / jnp.sum(p, axis=-1, keepdims=True)
 
 
 def sample(sampler: Sampler, logits: jax.Array, active: jax.Array) -> Sampler:
@@ -74,7 +83,7 @@ def sample(sampler: Sampler, logits: jax.Array, active: jax.Array) -> Sampler:
         return jnp.where(sampler.temperature > 0, drawn, greedy).astype(jnp.int32)
 
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Sorting the vocabulary is skipped while every request is greedy.
+    # Nothing is drawn while every request is greedy.
     token = lax.cond(jnp.any(active & (sampler.temperature > 0)), draw, lambda: greedy)
     return sampler.replace(
         pending=jnp.where(active, token, sampler.pending),

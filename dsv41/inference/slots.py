@@ -132,8 +132,12 @@ class Slots:
             self._model, self._variables, self._state, [row], [prompt], self._options, progress=progress
         )
         self._sampler, token = _sample_first(
-            self._sampler, np.int32(row), logits, np.uint32(request.seed),
-            np.float32(request.temperature), np.float32(request.top_p),
+            self._sampler,
+            np.int32(row),
+            logits,
+            np.uint32(request.seed),
+            np.float32(request.temperature),
+            np.float32(request.top_p),
         )
         return int(token)
 

@@ -77,7 +77,9 @@ class Attention(nn.Module):
         if self.kind.selects:
             self.indexer = Indexer(settings, self.kind)
 
-    def write_memory(self, x: jax.Array, flow: Flow, inputs: LayerInputs, step: Step) -> tuple[Flow, Projections | None]:
+    def write_memory(
+        self, x: jax.Array, flow: Flow, inputs: LayerInputs, step: Step
+    ) -> tuple[Flow, Projections | None]:
         """Full layers: appends the entries that the step's tokens complete.
 
         Args:
@@ -117,8 +119,18 @@ class Attention(nn.Module):
 
         local = inputs.ring.map(lambda ring, new: jnp.concatenate([ring, new], axis=1), entries)
         heads = sparse_attention(
-            queries, local, formats.window, step.local_valid, pool, formats.main_kv, page_table, chosen, self.attn_sink,
-            window=text.sliding_window, scale=text.head_dim**-0.5, probability_dtype=self.settings.dtype,
+            queries,
+            local,
+            formats.window,
+            step.local_valid,
+            pool,
+            formats.main_kv,
+            page_table,
+            chosen,
+            self.attn_sink,
+            window=text.sliding_window,
+            scale=text.head_dim**-0.5,
+            probability_dtype=self.settings.dtype,
         )
         heads = rotate(heads, jax.tree.map(lambda t: t[:, :, None], rope), inverse=True)
         return flow, AttentionOutput(self.wo_b(self.wo_a(heads)), entries)

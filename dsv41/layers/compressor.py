@@ -63,7 +63,9 @@ class Compressor(nn.Module):
         rope = rotary_table(number * self.ratio, csa_frequencies(self.settings.text))
         return Groups(latents, first, rope, projections)
 
-    def append(self, memory: SourcePool, groups: Groups, keys: jax.Array, inputs: LayerInputs, step: Step) -> SourcePool:
+    def append(
+        self, memory: SourcePool, groups: Groups, keys: jax.Array, inputs: LayerInputs, step: Step
+    ) -> SourcePool:
         """Writes the complete groups' entries and index keys ``[batch, groups, index_head_dim]``."""
         # A replayed prefix has its entries already: the groups below write_from (a multiple of the ratio) are
         # skipped by shifting the first written row, so that no position appends twice.
@@ -73,6 +75,12 @@ class Compressor(nn.Module):
         index = jnp.minimum(row + skipped[:, None], row.shape[0] - 1)[..., None]
         main, keys = (jnp.take_along_axis(v, index, axis=1) for v in (rotate(groups.latents, groups.rope), keys))
         return append_entries(
-            memory, self.settings, step.page_table, inputs.source_slot,
-            groups.first + skipped, jnp.maximum(complete - skipped, 0), main, keys,
+            memory,
+            self.settings,
+            step.page_table,
+            inputs.source_slot,
+            groups.first + skipped,
+            jnp.maximum(complete - skipped, 0),
+            main,
+            keys,
         )

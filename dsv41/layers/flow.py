@@ -72,11 +72,13 @@ class ForcedSelection:
 
     Attributes:
       entries: int32 ``[index sources, batch, query, index_topk]``.
-      blocks: int32 ``[batch, query, blocks]``; None leaves the pool as computed.
+      blocks: int32 ``[batch, query, blocks]``.
+      active: bool scalar; False leaves the layers' own choice (one compiled step serves both).
     """
 
     entries: jax.Array
-    blocks: jax.Array | None
+    blocks: jax.Array
+    active: jax.Array
 
 
 @struct.dataclass

@@ -73,7 +73,7 @@ class Indexer(nn.Module):
         if self.kind.makes_pool:
             self.sow("intermediates", "candidate_blocks", blocks)
         if step.forced is not None:
-            entries = step.forced.entries[inputs.index_slot]
-            if self.kind.makes_pool and step.forced.blocks is not None:
-                blocks = step.forced.blocks
+            entries = jnp.where(step.forced.active, step.forced.entries[inputs.index_slot], entries)
+            if self.kind.makes_pool:
+                blocks = jnp.where(step.forced.active, step.forced.blocks, blocks)
         return flow.replace(selection=entries, blocks=blocks)

@@ -39,8 +39,9 @@ class Linear(nn.Module):
     quantised: bool = True
 
     def setup(self):
-        self.weight, self.scale = declare_matrix(self, self.settings, (self.out_features, self.in_features), self.axes,
-                                                 self.quantised)
+        self.weight, self.scale = declare_matrix(
+            self, self.settings, (self.out_features, self.in_features), self.axes, self.quantised
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., in]`` to ``[..., out]`` in x's dtype, accumulated in float32 (model.md, 'Numbers')."""

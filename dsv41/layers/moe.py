@@ -87,8 +87,14 @@ class Experts(nn.Module):
     def __call__(self, x: jax.Array, routing: Routing) -> jax.Array:
         """Σ over the chosen experts for rows ``[rows, d]``: ``[rows, d]`` float32."""
         return expert_matmul(
-            x, routing.experts, routing.weights, self.w1(), self.w3(), self.w2(),
-            limit=self.settings.text.swiglu_limit, activation_fmt=self.settings.formats.activations,
+            x,
+            routing.experts,
+            routing.weights,
+            self.w1(),
+            self.w3(),
+            self.w2(),
+            limit=self.settings.text.swiglu_limit,
+            activation_fmt=self.settings.formats.activations,
         )
 
 

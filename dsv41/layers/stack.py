@@ -98,7 +98,8 @@ class Stack(nn.Module):
         for run in group.runs:
             layers = {
                 group.start + repeat * group.depth + offset + i
-                for repeat in range(group.repeats) for i in range(run.count)
+                for repeat in range(group.repeats)
+                for i in range(run.count)
             }
             flags.append((bool(layers & engrams), bool(layers & taps)))
             offset += run.count

@@ -80,8 +80,14 @@ def source_view(pool: Packed, page_table: jax.Array, slot: jax.Array) -> tuple[P
 
 
 def append_entries(
-    memory: SourcePool, settings: Settings, page_table: jax.Array, slot: jax.Array,
-    start: jax.Array, count: jax.Array, main: jax.Array, index: jax.Array,
+    memory: SourcePool,
+    settings: Settings,
+    page_table: jax.Array,
+    slot: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    main: jax.Array,
+    index: jax.Array,
 ) -> SourcePool:
     """Encodes and appends entries ``start … start + count − 1`` of one source.
 

@@ -96,10 +96,15 @@ def create_state(settings: Settings, batch: int, pages: int, table_pages: int) -
 
 
 def create_sequential_state(settings: Settings, batch: int, tokens: int) -> ModelState:
-    """An empty state in which every request holds its own pages for ``tokens`` tokens, in order."""
+    """An empty state in which every request holds its own pages for ``tokens`` tokens, in order.
+
+    It is bound to the default device, where a loaded model's parameters are: a step whose state is bound to no
+    device at first, and to one from its own output on, would compile twice.
+    """
     table_pages = -(-tokens // settings.page_tokens)
     state = create_state(settings, batch, batch * table_pages, table_pages)
-    return state.replace(page_table=jnp.arange(batch * table_pages, dtype=jnp.int32).reshape(batch, table_pages))
+    state = state.replace(page_table=jnp.arange(batch * table_pages, dtype=jnp.int32).reshape(batch, table_pages))
+    return jax.device_put(state, jax.local_devices()[0])
 
 
 def commit_encoder(state: ModelState, delta: EncoderDelta, count: jax.Array) -> ModelState:
@@ -148,8 +153,9 @@ def extend_segment(tail: Segment, new: Segment) -> Segment:
     start = jnp.maximum(begin, end - length)
     position = start[:, None] + jnp.arange(length, dtype=jnp.int32)
     from_new = position - new.start[:, None]
-    index = jnp.where(from_new < 0, jnp.clip(position - begin[:, None], 0, length - 1),
-                      length + jnp.clip(from_new, 0, queries - 1))
+    index = jnp.where(
+        from_new < 0, jnp.clip(position - begin[:, None], 0, length - 1), length + jnp.clip(from_new, 0, queries - 1)
+    )
 
     def pick(old: jax.Array, fresh: jax.Array) -> jax.Array:
         joined = jnp.concatenate([old, fresh], axis=1)
@@ -157,7 +163,8 @@ def extend_segment(tail: Segment, new: Segment) -> Segment:
 
     return Segment(
         *(pick(getattr(tail, name), getattr(new, name)) for name in ("streams", "mix", "is_image", "lookback")),
-        start=start, count=end - start,
+        start=start,
+        count=end - start,
     )
 
 

@@ -52,7 +52,12 @@ def decode_and_commit(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 4))
 def encode_chunk(
-    model: Model, variables: Variables, state: ModelState, rows: jax.Array, tail: Segment, batch: TokenBatch,
+    model: Model,
+    variables: Variables,
+    state: ModelState,
+    rows: jax.Array,
+    tail: Segment,
+    batch: TokenBatch,
     write_from: jax.Array,
 ) -> tuple[ModelState, Segment]:
     """Passes one chunk of some requests through the encoder (the decoder's global entries included).

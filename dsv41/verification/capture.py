@@ -14,9 +14,10 @@ from dsv41.layer_table import locate, stack_plan
 from dsv41.layers.flow import ForcedSelection
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
-from dsv41.state.request import ModelState, Segment, commit_decoder, commit_encoder, forget_decoder
-from pallas_kernels.paged_memory import gather
 from dsv41.state.memory import source_view
+from dsv41.state.request import ModelState, Segment, commit_decoder, commit_encoder, forget_decoder
+from pallas_kernels.index_select import BlockSelection
+from pallas_kernels.paged_memory import gather
 
 Layers = dict[int, dict[str, np.ndarray]]
 """Captured values by layer and name, each ``[batch, query, …]``."""
@@ -38,9 +39,7 @@ def captured_forward(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def replayed_logits(
-    model: Model, variables: Mapping, state: ModelState, tail: Segment
-) -> tuple[ModelState, jax.Array]:
+def replayed_logits(model: Model, variables: Mapping, state: ModelState, tail: Segment) -> tuple[ModelState, jax.Array]:
     """Decoder replay of an encoder tail with the logits ``[batch, query, vocab]`` of all its positions."""
     state = forget_decoder(state)
     decoded = model.apply(variables, state, tail, method="decode")
@@ -52,7 +51,8 @@ def by_layer(settings: Settings, captured: tuple) -> Layers:
     """Sorts captured values out of the loops' stacked axes."""
     layers: Layers = {}
     for name, rows, captures in (
-        ("encoder", settings.table.encoder, captured[0]), ("decoder", settings.table.decoder, captured[1]),
+        ("encoder", settings.table.encoder, captured[0]),
+        ("decoder", settings.table.decoder, captured[1]),
     ):
         plan = stack_plan(rows)
         tree = captures.get("intermediates", {}).get(name, {})
@@ -82,10 +82,22 @@ class Capture:
 
 
 def run_chunk(
-    model: Model, variables: Mapping, state: ModelState, tokens: np.ndarray, width: int,
-    forced: ForcedSelection | None = None, is_image: np.ndarray | None = None, embeddings: np.ndarray | None = None,
+    model: Model,
+    variables: Mapping,
+    state: ModelState,
+    tokens: np.ndarray,
+    width: int,
+    entries: Mapping[int, np.ndarray] | None = None,
+    candidates: np.ndarray | None = None,
+    is_image: np.ndarray | None = None,
+    embeddings: np.ndarray | None = None,
 ) -> tuple[ModelState, Capture]:
-    """Runs tokens ``[rows, query]`` (rows and width padded to the state's batch and ``width``) through all layers."""
+    """Runs tokens ``[rows, query]`` (rows and width padded to the state's batch and ``width``) through all layers.
+
+    Args:
+      entries, candidates: selections to force, see :func:`forced_selection`.
+      is_image, embeddings: image positions of the tokens and what stands there.
+    """
     slots, (rows, queries) = state.length.shape[0], tokens.shape
     pad = ((0, slots - rows), (0, width - queries))
 
@@ -99,6 +111,9 @@ def run_chunk(
         embeddings=padded(
             np.zeros((*tokens.shape, model.settings.text.hidden_size), np.float32) if embeddings is None else embeddings
         ),
+    )
+    forced = forced_selection(
+        model.settings, entries or {}, candidates, slots, width, pool_width(model.settings, state)
     )
     state, logits, hidden, taps, captured = captured_forward(model, variables, state, batch, forced)
 
@@ -115,32 +130,47 @@ def run_chunk(
 
 
 def forced_selection(
-    settings: Settings, entries: Mapping[int, np.ndarray], candidates: np.ndarray | None, slots: int, width: int,
+    settings: Settings,
+    entries: Mapping[int, np.ndarray],
+    candidates: np.ndarray | None,
+    slots: int,
+    width: int,
     blocks: int,
 ) -> ForcedSelection:
-    """Golden selections as the model takes them.
+    """Golden selections as the model takes them; inactive, and all −1, without any.
 
     Args:
-      entries: by index source, int ``[rows, query, top_k]``, −1 = none.
-      candidates: bool ``[rows, query, entries]``, the pool's members; None leaves the pool as computed.
+      entries: by index source, int ``[rows, query, top_k]``, −1 = none; empty for no forcing.
+      candidates: bool ``[rows, query, entries]``, the pool's members; None without a pool.
       slots, width: the padded batch and query axes.
       blocks: candidate blocks that the model carries.
     """
     top_k, size = settings.text.index_topk, settings.text.candidate_block_size
+    sources = settings.table.index_sources
+    stacked = np.full((len(sources), slots, width, top_k), -1, np.int32)
+    for i, source in enumerate(sources):
+        if source in entries:
+            rows, queries, count = entries[source].shape
+            stacked[i, :rows, :queries, :count] = entries[source]
+    chosen = np.full((slots, width, blocks), -1, np.int32)
+    if candidates is not None and entries:
+        rows, queries, count = candidates.shape
+        padded = np.pad(candidates, ((0, 0), (0, 0), (0, -count % size)))
+        member = padded.reshape(rows, queries, -1, size).any(-1)
+        ids = np.where(member, np.arange(member.shape[-1]), np.iinfo(np.int32).max)
+        ids = np.sort(ids, axis=-1)[..., :blocks]
+        chosen[:rows, :queries, : ids.shape[-1]] = np.where(ids == np.iinfo(np.int32).max, -1, ids)
+    return ForcedSelection(jnp.asarray(stacked), jnp.asarray(chosen), jnp.asarray(bool(entries)))
 
-    def padded(x: np.ndarray, last: int) -> np.ndarray:
-        pads = ((0, slots - x.shape[0]), (0, width - x.shape[1]), (0, last - x.shape[2]))
-        return np.pad(x, pads, constant_values=-1).astype(np.int32)
 
-    stacked = np.stack([padded(entries[source], top_k) for source in settings.table.index_sources])
-    chosen = None
-    if candidates is not None:
-        count = -(-candidates.shape[-1] // size)
-        members = np.pad(candidates, ((0, 0), (0, 0), (0, count * size - candidates.shape[-1])))
-        member = members.reshape(*members.shape[:2], count, size).any(-1)
-        ids = np.sort(np.where(member, np.arange(count), np.iinfo(np.int32).max), axis=-1)[..., :blocks]
-        chosen = jnp.asarray(padded(np.where(ids == np.iinfo(np.int32).max, -1, ids), blocks))
-    return ForcedSelection(jnp.asarray(stacked), chosen)
+def pool_width(settings: Settings, state: ModelState) -> int:
+    """Candidate blocks that the model carries with this state; 0 without a pool."""
+    text = settings.text
+    if text.candidate_source_layer_id is None:
+        return 0
+    ratio = settings.table.layers[text.candidate_source_layer_id].kind.ratio
+    selection = BlockSelection(text.candidate_block_size, text.candidate_topk_blocks)
+    return selection.chosen(state.page_table.shape[1] * settings.page_entries(ratio))
 
 
 def memory_of(settings: Settings, state: ModelState, source: int, part: str, rows: int, entries: int) -> np.ndarray:

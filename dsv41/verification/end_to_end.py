@@ -15,8 +15,18 @@ from dsv41.verification import capture
 from dsv41.verification.golden import Golden
 from dsv41.verification.limits import Limits
 from dsv41.verification.table import (
-    Row, at_least, at_most, cosine, divergence, greedy_agreement, max_abs, relative_rms, reported, row_errors,
-    same_sets, skipped,
+    Row,
+    at_least,
+    at_most,
+    cosine,
+    divergence,
+    greedy_agreement,
+    max_abs,
+    relative_rms,
+    reported,
+    row_errors,
+    same_sets,
+    skipped,
 )  # fmt: skip
 
 SLOTS = 2
@@ -61,43 +71,30 @@ def run_case(model: Model, variables: Mapping, golden: Golden, case: str, forced
     rows, total = ids.shape
     tokens = capacity(golden)
     state = create_sequential_state(settings, SLOTS, tokens)
-    blocks = 0
-    if settings.text.candidate_source_layer_id is not None:
-        blocks = _pool_width(settings, state.page_table.shape[1])
 
-    def selection(phase: str, step: int | None, width: int):
+    def selection(phase: str, step: int | None = None) -> tuple[dict[int, np.ndarray], np.ndarray | None]:
         if not forced:
-            return None
+            return {}, None
         pick = lambda name: expected[f"{case}.{phase}.{name}"][() if step is None else step]  # noqa: E731
         source = settings.text.candidate_source_layer_id
         candidates = None if source is None else pick(f"candidates.{source}")
-        entries = {s: pick(f"topk.{s}") for s in settings.table.index_sources}
-        return capture.forced_selection(settings, entries, candidates, SLOTS, width, blocks)
+        return {s: pick(f"topk.{s}") for s in settings.table.index_sources}, candidates
 
     width, flags = bucket(prompt), image_flags(golden, case)
     embed = expected[f"{case}.prefill.embed"] if flags is not None else None
     state, prefill = capture.run_chunk(
-        model, variables, state, ids[:, :prompt], width, selection("prefill", None, width), flags, embed
+        model, variables, state, ids[:, :prompt], width, *selection("prefill"), flags, embed
     )
     caches = _caches(golden, settings, state, "prefill_cache", prompt, rows)
     decode = []
     for step in range(total - prompt):
         position = prompt + step
         state, out = capture.run_chunk(
-            model, variables, state, ids[:, position : position + 1], 1, selection("decode", step, 1)
+            model, variables, state, ids[:, position : position + 1], 1, *selection("decode", step)
         )
         decode.append(out)
     caches |= _caches(golden, settings, state, "final_cache", total, rows)
     return CaseRun(prefill, decode, caches)
-
-
-def _pool_width(settings, table_pages: int) -> int:
-    from pallas_kernels.index_select import BlockSelection
-
-    text = settings.text
-    ratio = settings.table.layers[text.candidate_source_layer_id].kind.ratio
-    selection = BlockSelection(text.candidate_block_size, text.candidate_topk_blocks)
-    return selection.chosen(table_pages * settings.page_entries(ratio))
 
 
 def _caches(golden: Golden, settings, state, when: str, length: int, rows: int) -> dict[str, np.ndarray]:
@@ -149,8 +146,9 @@ def compare_case(
     expected = golden.tensors(set_name)
     decode = np.stack([step.logits[:, 0] for step in run.decode])
     # The limits on medians and shares are over the prompt's rows; a dozen decode rows are too few for a share.
-    rows = compare_logits(group, f"{case}.prefill.logits", run.prefill.logits, expected[f"{case}.prefill.logits"],
-                          limits)
+    rows = compare_logits(
+        group, f"{case}.prefill.logits", run.prefill.logits, expected[f"{case}.prefill.logits"], limits
+    )
     few = dataclasses.replace(limits, median=None, rows_within=None)
     rows += compare_logits(group, f"{case}.decode.logits", decode, expected[f"{case}.decode.logits"], few)
     for name, value in expected.items():
@@ -170,8 +168,11 @@ def compare_case(
             rows.append(_tensor(group, name, ours, value, limits))
         elif parts[1] == "prefill" and parts[2] == "router_idx":
             same = same_sets(run.prefill.layers[int(parts[3])]["router_idx"], value)
-            rows.append(_share(group, name, float(same.mean()), limits.selections,
-                               f"{np.sum(~same)} of {same.size} rows differ"))
+            rows.append(
+                _share(
+                    group, name, float(same.mean()), limits.selections, f"{np.sum(~same)} of {same.size} rows differ"
+                )
+            )
         elif name in run.caches:
             rows.append(_tensor(group, name, run.caches[name], _live_tail(golden, name, value), limits))
         elif parts[1] in ("prefill", "decode") and parts[2] == "engram_hash":
@@ -225,7 +226,8 @@ def _hashes(group: str, golden: Golden, case: str, name: str, value: np.ndarray)
 def skipped_rows(group: str, golden: Golden, set_name: str, cases: tuple[str, ...]) -> list[Row]:
     """Names of the set that belong to parts which are not built yet."""
     prefixes = {
-        "dspark": "the DSpark drafter is not built yet", "vit_out": "the vision tower is not built yet",
+        "dspark": "the DSpark drafter is not built yet",
+        "vit_out": "the vision tower is not built yet",
         "image_rows": "the vision tower is not built yet",
     }
     rows = []

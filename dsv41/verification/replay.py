@@ -22,22 +22,27 @@ from dsv41.verification.table import Row
 CHUNK = 64
 
 
-def compare_replay(group: str, golden: Golden, model: Model, variables: Mapping, prefix: str, limits: Limits) -> list[Row]:
+def compare_replay(
+    group: str, golden: Golden, model: Model, variables: Mapping, prefix: str, limits: Limits
+) -> list[Row]:
     """All cases of the set whose tensors start with ``prefix`` ("" or "quant.")."""
     expected = golden.tensors("expected_replay")
     ids = expected["input_ids"].astype(np.int32)
     window = model.settings.text.sliding_window
     few = dataclasses.replace(limits, median=None, rows_within=None)
     rows: list[Row] = []
-    for case in sorted({m[1] for m in (re.fullmatch(rf"{re.escape(prefix)}([DEF]\w*)\.decode\.logits", k) for k in expected) if m}):
+    for case in sorted(
+        {m[1] for m in (re.fullmatch(rf"{re.escape(prefix)}([DEF]\w*)\.decode\.logits", k) for k in expected) if m}
+    ):
         decode = expected[f"{prefix}{case}.decode.logits"]
         steps, requests = decode.shape[:2]
         state = create_sequential_state(model.settings, SLOTS, capacity(golden))
         if case == "D":
             length = expected[f"{prefix}D.prefill.logits"].shape[1]
             state, logits = _exact(model, variables, state, ids[:requests, :length])
-            rows += compare_logits(group, f"{prefix}{case}.prefill.logits", logits,
-                                   expected[f"{prefix}D.prefill.logits"], limits)
+            rows += compare_logits(
+                group, f"{prefix}{case}.prefill.logits", logits, expected[f"{prefix}D.prefill.logits"], limits
+            )
         else:
             cached, length = _lengths(case)
             if cached:
@@ -45,16 +50,24 @@ def compare_replay(group: str, golden: Golden, model: Model, variables: Mapping,
                 state, _ = _exact(model, variables, state, ids[:requests, :cached])
                 state = _lose_rings(state)
             state, tail = encode_prompts(
-                model, variables, state, range(requests), [list(r[:length]) for r in ids[:requests]],
-                PrefillOptions(chunk_sizes=(CHUNK,)), cached,
+                model,
+                variables,
+                state,
+                range(requests),
+                [list(r[:length]) for r in ids[:requests]],
+                PrefillOptions(chunk_sizes=(CHUNK,)),
+                cached,
             )
             state, logits = capture.replayed_logits(model, variables, state, tail)
             want = expected[f"{prefix}{case}.tail.logits"]
-            rows += compare_logits(group, f"{prefix}{case}.tail.logits", np.asarray(logits)[:, : min(length, window)],
-                                   want, limits)
+            rows += compare_logits(
+                group, f"{prefix}{case}.tail.logits", np.asarray(logits)[:, : min(length, window)], want, limits
+            )
         ours = []
         for step in range(steps):
-            state, out = capture.run_chunk(model, variables, state, ids[:requests, length + step : length + step + 1], 1)
+            state, out = capture.run_chunk(
+                model, variables, state, ids[:requests, length + step : length + step + 1], 1
+            )
             ours.append(out.logits[:, 0])
         rows += compare_logits(group, f"{prefix}{case}.decode.logits", np.stack(ours), decode, few)
     return rows
@@ -86,7 +99,10 @@ def _lose_rings(state: ModelState) -> ModelState:
     return state.replace(
         encoder_ring=lost(state.encoder_ring),
         decoder_ring=lost(state.decoder_ring),
-        tails={ratio: type(t)(jnp.full_like(t.kv, jnp.nan), jnp.full_like(t.gate, jnp.nan)) for ratio, t in state.tails.items()},
+        tails={
+            ratio: type(t)(jnp.full_like(t.kv, jnp.nan), jnp.full_like(t.gate, jnp.nan))
+            for ratio, t in state.tails.items()
+        },
         ngram_tail=jnp.full_like(state.ngram_tail, -1),
         length=jnp.zeros_like(state.length),
     )

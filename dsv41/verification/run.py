@@ -75,7 +75,13 @@ def _cases(golden: Golden) -> tuple[str, ...]:
 
 
 def _case(
-    group: str, golden: Golden, set_name: str, case: str, model: Model, variables: Mapping, limits: Limits,
+    group: str,
+    golden: Golden,
+    set_name: str,
+    case: str,
+    model: Model,
+    variables: Mapping,
+    limits: Limits,
     forced: bool = False,
 ) -> list[Row]:
     run = run_case(model, variables, golden, case, forced)
