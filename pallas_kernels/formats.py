@@ -82,8 +82,21 @@ def e8m0_decode(byte: jax.Array) -> jax.Array:
 
 
 def e4m3_encode(x: jax.Array) -> jax.Array:
-    """E4M3 bytes (uint8) of float values in [-448, 448]."""
-    return lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
+    """Codes (uint8) of float values in [-448, 448]: to nearest, ties to the even code; NaN stays NaN.
+
+    Integer arithmetic, not a cast: a cast to a small float that is widened again may be skipped by XLA (it allows
+    excess precision), and then nothing is rounded.
+    """
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    magnitude = bits & 0x7FFFFFFF
+    # Normal values: drop 20 of 23 mantissa bits, to nearest even; the exponent's bias goes from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Below 2⁻⁶ the step is 2⁻⁹; code 8 is 2⁻⁶ itself, so rounding up needs no care.
+    small = lax.bitcast_convert_type(jnp.minimum(magnitude, (127 - 6) << 23), jnp.float32)
+    subnormal = lax.round(small * 2.0**9, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.uint32)
+    code = jnp.where(magnitude < (127 - 6) << 23, subnormal, normal)
+    code = jnp.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 31) << 7)).astype(jnp.uint8)
 
 
 def e4m3_decode(byte: jax.Array) -> jax.Array:

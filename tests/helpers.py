@@ -151,7 +151,11 @@ def chunk(tokens: Mapping[int, Sequence[int]], width: int = WIDTH, padding: Sequ
 
 
 def exact(
-    model: Model, variables: dict, state: ModelState, tokens: Mapping[int, Sequence[int]], width: int = WIDTH,
+    model: Model,
+    variables: dict,
+    state: ModelState,
+    tokens: Mapping[int, Sequence[int]],
+    width: int = WIDTH,
     padding: Sequence[int] = (0,),
 ) -> tuple[ModelState, np.ndarray]:
     """One chunk of every named slot through all layers; logits ``[slots, vocab]`` of the last live tokens."""
@@ -161,8 +165,13 @@ def exact(
 
 
 def forward(
-    model: Model, variables: dict, state: ModelState, tokens: Mapping[int, Sequence[int]], padding: Sequence[int] = (0,),
-    is_image: np.ndarray | None = None, embeddings: np.ndarray | None = None,
+    model: Model,
+    variables: dict,
+    state: ModelState,
+    tokens: Mapping[int, Sequence[int]],
+    padding: Sequence[int] = (0,),
+    is_image: np.ndarray | None = None,
+    embeddings: np.ndarray | None = None,
 ) -> tuple[ModelState, np.ndarray, Layers]:
     """One chunk through all layers with what lies inside; the state is not donated.
 
@@ -203,7 +212,9 @@ def entry_rows(pool: SourcePool, pages: np.ndarray) -> np.ndarray:
     for leaf in jax.tree.leaves(pool):
         leaf = np.asarray(leaf)[:, pages]
         width = leaf.shape[-1] * leaf.dtype.itemsize
-        parts.append(np.ascontiguousarray(leaf).view(np.uint8).reshape(leaf.shape[0], leaf.shape[1] * leaf.shape[2], width))
+        parts.append(
+            np.ascontiguousarray(leaf).view(np.uint8).reshape(leaf.shape[0], leaf.shape[1] * leaf.shape[2], width)
+        )
     return np.concatenate(parts, axis=-1)
 
 

@@ -134,7 +134,9 @@ LIST_REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "says", "reason"), LIST_REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("field", "value", "says", "reason"), LIST_REFUSALS, ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_inconsistent_lists_are_refused_with_field_and_layer(field: str, value: Any, says: str, reason: str):
     with pytest.raises(ConfigError, match=rf"text_config\.\w+.*{says}") as error:
         parse_config(changed(f"text_config.{field}", value))

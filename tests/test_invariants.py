@@ -109,7 +109,14 @@ def test_a_hit_with_lost_rings_writes_only_what_is_new(rounded: ModelAndVariable
     before = lost_rings(copied(state))
     positions = []
     state, tail = encode_prompts(
-        model, variables, copied(before), ALL_SLOTS, [PROMPT[:total].tolist()] * SLOTS, ONE_CHUNK, cached, positions.append
+        model,
+        variables,
+        copied(before),
+        ALL_SLOTS,
+        [PROMPT[:total].tolist()] * SLOTS,
+        ONE_CHUNK,
+        cached,
+        positions.append,
     )
     # Encoder [24, 44), decoder [28, 44): 16 positions, 12 of them before the hit's end.
     assert positions == [(total - (cached - window)) * SLOTS] == [20 * SLOTS]
@@ -190,7 +197,9 @@ def test_n_tokens_make_n_over_r_entries_and_leave_the_rest_in_the_tail(
         for ratio, tail in state.tails.items():
             for leaf in jax.tree.leaves(tail):
                 slots_in_use = (np.asarray(leaf)[:, slot] != 0).all(-1)
-                np.testing.assert_array_equal(slots_in_use, np.broadcast_to(np.arange(ratio - 1) < n % ratio, slots_in_use.shape))
+                np.testing.assert_array_equal(
+                    slots_in_use, np.broadcast_to(np.arange(ratio - 1) < n % ratio, slots_in_use.shape)
+                )
         for ring in (state.encoder_ring, state.decoder_ring):
             held = np.sort(np.asarray(ring.positions[slot]))
             np.testing.assert_array_equal(held[held >= 0], np.arange(max(0, n - window), n))
@@ -216,7 +225,9 @@ def test_any_chunking_is_one_chunk(smooth_mini8: ModelAndVariables, one_chunk, s
     state, done = fresh_state(model.settings, 2), np.zeros(SLOTS, int)
     wanted_state, wanted = one_chunk
     while (done < len(PROMPT)).any():
-        part = {slot: PROMPT[done[slot] : done[slot] + size] for slot, size in enumerate(sizes) if done[slot] < len(PROMPT)}
+        part = {
+            slot: PROMPT[done[slot] : done[slot] + size] for slot, size in enumerate(sizes) if done[slot] < len(PROMPT)
+        }
         state, logits, _ = forward(model, variables, state, part)
         for slot, tokens in part.items():
             here = wanted[done[slot] : done[slot] + len(tokens)]

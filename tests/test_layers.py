@@ -16,7 +16,15 @@ from dsv41.config import load_config
 from dsv41.layers.compressor import Compressor
 from dsv41.layers.engram import EngramInputs, add_engram, engram_gate
 from dsv41.layers.flow import LayerInputs, Step
-from dsv41.layers.mhc import Coefficients, HyperConnection, coefficients, first_mix, mix_streams, sinkhorn, update_streams
+from dsv41.layers.mhc import (
+    Coefficients,
+    HyperConnection,
+    coefficients,
+    first_mix,
+    mix_streams,
+    sinkhorn,
+    update_streams,
+)
 from dsv41.layers.moe import Router
 from dsv41.numerics.rotary import csa_frequencies, rotary_table, rotate, window_frequencies
 from dsv41.numerics.rounding import Formats, RoundingPolicy, straight_through
@@ -172,7 +180,9 @@ def test_engram_gate_is_the_references():
     ops = golden()
     h = jnp.asarray(ops["engram_gate.h"])
     weight = jnp.asarray(ops["engram_gate.q_weight"] * ops["engram_gate.k_weight"])
-    inputs = EngramInputs(jnp.asarray(ops["engram_gate.key"]).reshape(h.shape), jnp.asarray(ops["engram_gate.value"]), weight)
+    inputs = EngramInputs(
+        jnp.asarray(ops["engram_gate.key"]).reshape(h.shape), jnp.asarray(ops["engram_gate.value"]), weight
+    )
     for mask, name in ((np.ones(h.shape[:2], bool), "out"), (ops["engram_gate.mask"].astype(bool), "out_masked")):
         gate = engram_gate(h, inputs, jnp.asarray(mask))
         np.testing.assert_allclose(gate, np.where(mask[..., None], ops["engram_gate.gate"], 0), rtol=1e-5, atol=1e-6)

@@ -126,7 +126,7 @@ LAYOUTS = {
         "index_source_layer_ids": (0, 2, 3, 5),
         "candidate_source_layer_id": 3,
         "engram_layer_ids": (0, 4),
-        "engram_num_embeddings": (1362, 1482),
+        "engram_num_embeddings": (1362, 1552),
         "hc_mult": 2,
         "dspark_target_layer_ids": (1, 4, 5),
     },
