@@ -119,7 +119,7 @@ def test_router_is_the_references(images: bool):
 
 
 def compress(x: np.ndarray, start: int, tail: Projections) -> tuple[np.ndarray, Projections]:
-    """Complete latents of the tokens ``x`` ``[batch, query, d]`` from ``start`` on, their rotary angles, the new tail."""
+    """Complete latents of the tokens ``x`` ``[batch, query, d]`` from ``start`` on, and the new tail."""
     ops = golden()
     settings = settings_of(hidden_size=x.shape[-1], head_dim=ops["compressor.norm"].size)
     params = {
@@ -127,21 +127,25 @@ def compress(x: np.ndarray, start: int, tail: Projections) -> tuple[np.ndarray, 
         "wgate": {"weight": jnp.asarray(ops["compressor.wgate"])},
         "norm": {"weight": jnp.asarray(ops["compressor.norm"])},
     }
-    batch, queries = x.shape[:2]
-    starts, counts = (jnp.full(batch, n, jnp.int32) for n in (start, queries))
-    nothing = dict.fromkeys((field.name for field in dataclasses.fields(Step)), None)
+    latents, rope, after = _compress(settings, params, jnp.asarray(x), jnp.int32(start), tail)
+    complete = (start + x.shape[1]) // 2 - start // 2
+    # Each latent is rotated at its own group's first position, however many a step completes.
+    cos, _ = rotary_table(jnp.asarray((start // 2 + np.arange(complete)) * 2), csa_frequencies(settings.text))
+    np.testing.assert_array_equal(rope[0][:, :complete], np.broadcast_to(cos, (len(x), *cos.shape)))
+    return np.asarray(latents[:, :complete]), after
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compress(settings: Settings, params: dict, x: jax.Array, start: jax.Array, tail: Projections):
+    starts, counts = jnp.full(x.shape[0], start), jnp.full(x.shape[0], x.shape[1])
     tails = {2: jax.tree.map(lambda t: t[None], tail)}
+    nothing = dict.fromkeys((field.name for field in dataclasses.fields(Step)), None)
     step = Step(**nothing | {"start": starts, "count": counts, "tails": tails})
     inputs = LayerInputs(None, jnp.int32(0), None, None, None)
-    groups = Compressor(settings, 2).apply({"params": params}, jnp.asarray(x), inputs, step)
-    complete = (start + queries) // 2 - start // 2
+    groups = Compressor(settings, 2).apply({"params": params}, x, inputs, step)
     new = {2: jax.tree.map(lambda t: t[None], groups.projections)}
-    after = jax.tree.map(lambda t: t[0], advance_tails(tails, new, starts, counts))[2]
-    number = start // 2 + np.arange(complete)
-    # Each latent is rotated at its own group's first position, however many a step completes.
-    cos, _ = rotary_table(jnp.asarray(number * 2), csa_frequencies(settings.text))
-    np.testing.assert_array_equal(groups.rope[0][:, :complete], np.broadcast_to(cos, (batch, *cos.shape)))
-    return np.asarray(groups.latents[:, :complete]), after
+    after = jax.tree.map(lambda t: t[0], advance_tails(tails, new, starts, counts)[2])
+    return groups.latents, groups.rope, after
 
 
 def test_compressor_is_the_references():

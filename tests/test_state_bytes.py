@@ -64,23 +64,18 @@ def test_no_cache_rounding_is_counted_as_stored():
     assert tree_bytes(memory) == bytes_per_token(dense) * 3 * dense.page_tokens
 
 
-def decode_memory(pages: int):
-    """Compiled memory of a decode step over a pool of so many pages; the page tables stay the same."""
-    model, variables = random_model(True, **SMALL_LAYOUT)
-    state = jax.eval_shape(functools.partial(create_state, model.settings, SLOTS, pages, 32))
-    ids, active = (jax.ShapeDtypeStruct((SLOTS,), dtype) for dtype in (jnp.int32, jnp.bool_))
-    abstract = jax.eval_shape(lambda: variables)
-    compiled = decode_step.lower(model, abstract, state, ids, active).compile()
-    return compiled.memory_analysis(), tree_bytes(state.memory)
-
-
 def test_a_decode_step_updates_the_pool_in_place():
-    """Its temporaries do not grow with the pool, which is an argument and an output in the same place."""
-    (small, small_pool), (large, large_pool) = decode_memory(4_000), decode_memory(16_000)
-    growth = large_pool - small_pool
-    assert large.argument_size_in_bytes - small.argument_size_in_bytes == growth
-    assert large.alias_size_in_bytes - small.alias_size_in_bytes == growth
-    assert abs(large.temp_size_in_bytes - small.temp_size_in_bytes) < growth / 100
+    """A pool of a million pages goes in and comes out in one place, and no part of it is copied on the way."""
+    # Index keys as wide as the official ones: XLA on CPU lays out mini8's one scale a key differently inside a loop,
+    # and copies that leaf.
+    model, variables = random_model(True, **SMALL_LAYOUT, index_head_dim=TEXT.index_head_dim)
+    state = jax.eval_shape(functools.partial(create_state, model.settings, SLOTS, 10**6, 32))
+    ids, active = (jax.ShapeDtypeStruct((SLOTS,), dtype) for dtype in (jnp.int32, jnp.bool_))
+    compiled = decode_step.lower(model, jax.eval_shape(lambda: variables), state, ids, active).compile()
+    memory = compiled.memory_analysis()
+    smallest = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))
+    assert memory.alias_size_in_bytes >= tree_bytes(state.memory)
+    assert memory.temp_size_in_bytes < smallest / 2
 
 
 def index_select_temporaries(history: int) -> int:

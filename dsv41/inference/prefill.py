@@ -163,7 +163,7 @@ def _place_after(
     token_map = np.asarray(variables["constants"]["token_map"])
     for i, prompt in enumerate(prompts):
         before = prompt[max(0, begin - reach) : begin]
-        if before:
+        if len(before):
             history[i, reach - len(before) :] = token_map[np.asarray(before)]
     return state.replace(
         length=state.length.at[rows].set(begin), ngram_tail=state.ngram_tail.at[rows].set(jnp.asarray(history))

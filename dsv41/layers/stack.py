@@ -146,6 +146,9 @@ class Stack(nn.Module):
                     stacked = jax.tree.map(lambda t, lead=lead: t[lead] if lead else t, out.projections)
                     before = projections.get(run.kind.ratio)
                     projections[run.kind.ratio] = stacked if before is None else concatenate(before, stacked)
+        if not entries:  # a model whose first layer is the last KV source has no encoder; without any, no decoder
+            queries = step.positions.shape[1]
+            entries.append(ring.map(lambda leaf: jnp.zeros((0, leaf.shape[1], queries, leaf.shape[3]), leaf.dtype)))
         return flow, StackOutputs(jax.tree.map(lambda *parts: jnp.concatenate(parts), *entries), projections)
 
 

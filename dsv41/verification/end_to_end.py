@@ -180,6 +180,18 @@ def compare_case(
     return rows
 
 
+def compare_all(group: str, golden: Golden, runs: Mapping[str, CaseRun], limits: Limits) -> list[Row]:
+    """Rows for the logits of all cases together, prompts and steps: where a rounding flips is chance, and one flip
+    early in one prompt moves most rows of that prompt."""
+    expected = golden.tensors("expected")
+    ours, want = [], []
+    for case, run in runs.items():
+        vocab = run.prefill.logits.shape[-1]
+        ours += [run.prefill.logits.reshape(-1, vocab), *(step.logits[:, 0] for step in run.decode)]
+        want += [expected[f"{case}.{phase}.logits"].reshape(-1, vocab) for phase in ("prefill", "decode")]
+    return compare_logits(group, "logits of all cases", np.concatenate(ours), np.concatenate(want), limits)
+
+
 def _layer_value(run: CaseRun, phase: str, layer: int, name: str) -> np.ndarray:
     if phase == "prefill":
         return run.prefill.layers[layer][name]

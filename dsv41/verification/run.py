@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from dsv41.loading import load_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
-from dsv41.verification.end_to_end import compare_case, run_case, skipped_rows
+from dsv41.verification.end_to_end import compare_all, compare_case, run_case, skipped_rows
 from dsv41.verification.golden import Golden
 from dsv41.verification.layerwise import compare_layers
 from dsv41.verification.limits import REPLAY_ROUNDED, STRICT, Limits, rounded_limits
@@ -46,14 +46,18 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
     with jax.default_matmul_precision("highest"):
         if golden.has("expected_noquant"):
             progress("rounding off, free selection")
-            rows += _case("rounding off", golden, "expected_noquant", "A", *model(False), STRICT)
+            run = run_case(*model(False), golden, "A")
+            rows += compare_case("rounding off", golden, "expected_noquant", "A", run, STRICT)
         if golden.has("expected"):
-            limits = rounded_limits(golden.config)
+            runs = {}
             for case in _cases(golden):
                 progress(f"rounding on, case {case}")
-                rows += _case("rounding on", golden, "expected", case, *model(True), limits)
+                runs[case] = run_case(*model(True), golden, case)
+                rows += compare_case("rounding on", golden, "expected", case, runs[case], Limits())
+            rows += compare_all("rounding on", golden, runs, rounded_limits(golden.config))
             progress("rounding on, forced selection")
-            rows += _case("rounding on, selection forced", golden, "expected", "A", *model(True), limits, forced=True)
+            forced = run_case(*model(True), golden, "A", forced=True)
+            rows += compare_case("rounding on, selection forced", golden, "expected", "A", forced, Limits())
             progress("layer by layer")
             rows += compare_layers(golden, *model(True))
             rows += skipped_rows("rounding on", golden, "expected", _cases(golden))
@@ -72,17 +76,3 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
 def _cases(golden: Golden) -> tuple[str, ...]:
     names = golden.tensors("expected")
     return tuple(sorted({n.split(".")[0] for n in names if n.endswith(".prefill.logits")}))
-
-
-def _case(
-    group: str,
-    golden: Golden,
-    set_name: str,
-    case: str,
-    model: Model,
-    variables: Mapping,
-    limits: Limits,
-    forced: bool = False,
-) -> list[Row]:
-    run = run_case(model, variables, golden, case, forced)
-    return compare_case(group, golden, set_name, case, run, limits, forced)
