@@ -1,0 +1,88 @@
+"""The measuring commands: replay against exact, and the benchmark."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv41.cli import main
+from dsv41.config import load_config
+from dsv41.evaluation.replay import compare_replay, random_prompts
+from dsv41.inference.sampling import create_sampler
+from dsv41.loading import abstract_variables
+from dsv41.model import Model
+from dsv41.settings import Settings
+from dsv41.state.request import create_state
+from dsv41.steps.decode import generate_step
+from tests.conftest import GOLDEN
+
+
+def test_replay_equals_exact_up_to_the_window_and_keeps_the_memory_beyond(smooth_mini8):
+    model, variables = smooth_mini8
+    window = model.settings.text.sliding_window
+    prompts = random_prompts(model.settings.config, 61, 2, seed=0)
+    short = compare_replay(model, variables, prompts, window, chunk=64)
+    assert short["max_abs"] < 1e-4
+    assert short["same_token"] == 1.0
+    long = compare_replay(model, variables, prompts, 61, chunk=64)
+    # Random weights: an approximation that changed nothing would mean that both ways were the same code.
+    assert 1e-2 < long["mean_abs"] < 1.0
+    assert short["same_memory"]
+    assert long["same_memory"]
+    assert (prompts != model.settings.config.image_token_id).all()
+
+
+def test_eval_refuses_prompts_beyond_the_model_s_positions(capsys):
+    assert main(["eval", "replay", "--checkpoint", str(GOLDEN / "mini8" / "fp8"), "--lengths", "300"]) == 2
+    assert "300 exceeds max_position_embeddings 256" in capsys.readouterr().err
+    assert main(["eval", "replay", "--checkpoint", str(GOLDEN / "mini8" / "fp8"), "--text", __file__]) == 2
+    assert "not the packaged tokenizer's" in capsys.readouterr().err
+
+
+@pytest.fixture
+def two_layers(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A model of two window layers, the least that can be timed."""
+    data = json.loads((GOLDEN / "mini8" / "f32" / "config.json").read_text())
+    data["text_config"] |= {
+        "num_hidden_layers": 2, "num_nextn_predict_layers": 0, "compress_ratios": [0, 0], "kv_source_layer_ids": [],
+        "index_source_layer_ids": [], "candidate_source_layer_id": None, "dspark_target_layer_ids": [],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def test_bench_prints_speed_floor_and_compile_time(two_layers, capsys):
+    options = ["--batch", "2", "--context", "8", "--steps", "2", "--repeats", "2", "--json"]
+    assert main(["bench", str(two_layers), *options]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (row,) = printed["rows"]
+    assert (row["layers"], row["batch"]) == (2, 2)
+    # Two tokens a step: the figures must belong together.
+    np.testing.assert_allclose(row["decode_tokens_per_s"] * row["step_ms"], 2000, rtol=1e-6)
+    np.testing.assert_allclose(row["step_over_floor"], row["step_ms"] / row["floor_ms"], rtol=1e-6)
+    assert min(row["prefill_tokens_per_s"], row["trace_s"], row["compile_s"], row["floor_ms"]) > 0
+    assert min(printed["limits"]["bytes_per_s"], printed["limits"]["operations_per_s"]) > 0
+
+
+def test_the_program_does_not_grow_with_depth():
+    """Loops over repeating groups: 40 layers lower to about as much code as 8."""
+
+    def lines(name: str) -> int:
+        settings = Settings.default(load_config(GOLDEN / name / "f32"))
+        model = Model(settings)
+        variables = {
+            "params": abstract_variables(model),
+            "constants": {"token_map": jax.ShapeDtypeStruct((settings.text.vocab_size,), jnp.int32)},
+        }
+        state = jax.eval_shape(lambda: create_state(settings, 1, 4, 4))
+        active = jax.ShapeDtypeStruct((1,), bool)
+        lowered = generate_step.lower(model, variables, state, jax.eval_shape(lambda: create_sampler(1)), active)
+        return lowered.as_text().count("\n")
+
+    shallow, deep = lines("mini8"), lines("tiny40")
+    assert deep < 1.25 * shallow
