@@ -12,7 +12,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-from dsv41.config import ConfigError, TextConfig
+from dsv41.config_types import ConfigError, TextConfig
 
 
 class Mode(enum.Enum):

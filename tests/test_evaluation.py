@@ -13,12 +13,12 @@ import pytest
 from dsv41.cli import main
 from dsv41.config import load_config
 from dsv41.evaluation.replay import compare_replay, random_prompts
-from dsv41.inference.sampling import create_sampler
 from dsv41.loading import abstract_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.state.request import create_state
 from dsv41.steps.decode import generate_step
+from dsv41.steps.sampling import create_sampler
 from tests.conftest import GOLDEN
 
 

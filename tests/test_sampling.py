@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv41.inference.sampling import Sampler, create_sampler, probabilities
-from dsv41.inference.sampling import sample as sample_eagerly
+from dsv41.steps.sampling import Sampler, create_sampler, probabilities
+from dsv41.steps.sampling import sample as sample_eagerly
 
 sample = jax.jit(sample_eagerly)  # one compilation a batch size
 

@@ -15,7 +15,6 @@ import numpy as np
 from dsv41.config import load_config
 from dsv41.defaults import default_config
 from dsv41.inference.prefill import PrefillOptions, prefill
-from dsv41.inference.sampling import create_sampler
 from dsv41.loading import checkpoint_variables, model_tokenizer, random_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
@@ -23,6 +22,7 @@ from dsv41.state.request import create_sequential_state
 from dsv41.state.sizes import state_bytes
 from dsv41.steps.decode import generate_step
 from dsv41.steps.prefill import Variables
+from dsv41.steps.sampling import create_sampler
 
 
 class Limits(NamedTuple):

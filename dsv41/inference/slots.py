@@ -14,13 +14,13 @@ import numpy as np
 from dsv41.inference.pages import PageAllocator
 from dsv41.inference.prefill import PrefillOptions, clear_requests, prefill
 from dsv41.inference.requests import Request
-from dsv41.inference.sampling import Sampler, create_sampler, sample
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.state.request import ModelState, create_state
 from dsv41.state.sizes import state_bytes
 from dsv41.steps.decode import generate_step
 from dsv41.steps.prefill import Variables
+from dsv41.steps.sampling import Sampler, create_sampler, sample
 
 
 class SlotSizes(NamedTuple):

@@ -7,10 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dsv41.inference.sampling import Sampler, sample
 from dsv41.model import Model, TokenBatch
 from dsv41.state.request import ModelState
 from dsv41.steps.prefill import Variables, decode_and_commit, encode_and_commit
+from dsv41.steps.sampling import Sampler, sample
 
 
 def forward_tokens(
