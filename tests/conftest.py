@@ -6,11 +6,7 @@ import functools
 import os
 import pathlib
 
-# Compiling is most of the suite's time. Both test processes and the next run share what was compiled; set before JAX
-# is imported. A program is found again by its own text, so a change of the code never meets an old program.
-_COMPILED = pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_COMPILED))
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,6 +20,13 @@ from tests.fixtures_engine import default_engine, mini8_engine  # noqa: F401 (fi
 
 GOLDEN = pathlib.Path(__file__).parent / "data" / "golden"
 PAGE_TOKENS = 8
+
+# Compiling is most of the suite's time: both test processes, the notebooks' kernels and the next run share what was
+# compiled. A program is found again by its own text, so changed code never meets an old program.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled")
+)
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
 @functools.cache
