@@ -55,7 +55,9 @@ def first_mix(streams: jax.Array) -> jax.Array:
 
 def mix_streams(streams: jax.Array, mix: jax.Array) -> jax.Array:
     """Σ_c mix_c h_c in float32, cast to the streams' dtype: ``[..., C, d]`` to ``[..., d]``."""
-    return narrow(jnp.sum(mix[..., None] * streams.astype(jnp.float32), axis=-2), streams.dtype)
+    # Written out: a sum over so short an axis between two others is a slow kernel of its own, this is one pass.
+    wide = streams.astype(jnp.float32)
+    return narrow(sum(mix[..., c, None] * wide[..., c, :] for c in range(streams.shape[-2])), streams.dtype)
 
 
 def coefficients(streams: jax.Array, connection: HyperConnection, text: TextConfig) -> Coefficients:

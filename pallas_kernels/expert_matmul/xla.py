@@ -78,8 +78,13 @@ def _dense(x: jax.Array, ids: jax.Array, weights: jax.Array, matrices: Matrices,
     """Every expert on every row, the rows that did not choose it masked."""
     chosen = ids == jnp.arange(matrices[0].weight.shape[0])[:, None, None]
     weight = jnp.sum(jnp.where(chosen, weights, 0), axis=-1)
-    out = jax.vmap(lambda w, m: _expert(x, w, m, limit, fmt))(weight, matrices)
-    return jnp.sum(jnp.where(jnp.any(chosen, axis=-1)[..., None], out, 0), axis=0)
+    experts = weight.shape[0]
+    # The rows are copied for every expert: seeing that they are the same, XLA would make one product of all experts
+    # and transpose all their matrices for it in every call.
+    copies = lax.optimization_barrier(jnp.broadcast_to(x, (experts, *x.shape)))
+    out = jax.vmap(lambda r, w, m: _expert(r, w, m, limit, fmt))(copies, weight, matrices)
+    out = jnp.where(jnp.any(chosen, axis=-1)[..., None], out, 0)
+    return sum(out[e] for e in range(experts))
 
 
 class _Block(NamedTuple):

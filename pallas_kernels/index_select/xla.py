@@ -93,7 +93,8 @@ def _page_scores(
 
 def _over_heads(products: jax.Array, weights: jax.Array) -> jax.Array:
     """Σ_h weights_h · relu(products_h) over axis 2 of ``[batch, query, heads, entries]``."""
-    return jnp.sum(jax.nn.relu(products) * weights.astype(jnp.float32)[..., None], axis=2)
+    # As a product: a sum over a middle axis is several times slower on CPU.
+    return einsum("bshn,bsh->bsn", jax.nn.relu(products), weights.astype(jnp.float32))
 
 
 def _choose_blocks(scores: jax.Array, visible: jax.Array, selection: BlockSelection) -> jax.Array:
