@@ -44,6 +44,7 @@ def load_variables(
     source: TensorSource,
     ids: np.ndarray,
     progress: Callable[[LoadProgress], None] | None = None,
+    stored: ModelConfig | None = None,
 ) -> Variables:
     """The variables of a model: the source's tensors, stored as the model's settings say, and the token map.
 
@@ -51,11 +52,12 @@ def load_variables(
       source: a checkpoint, or random weights in its place.
       ids: token map, int32 ``[vocab]``.
       progress: called after each slice and each tensor.
+      stored: the source's own configuration where it is not the model's: a packed checkpoint for a float model.
 
     Raises:
       CheckpointError: the tensors do not fit the configuration; all that do not are named.
     """
-    params = load_checkpoint(source, model.settings.config, abstract_variables(model), progress)
+    params = load_checkpoint(source, stored or model.settings.config, abstract_variables(model), progress)
     # On the device that holds the parameters: arrays that are bound to no device would compile every step twice.
     return {"params": params, "constants": {"token_map": jax.device_put(ids, jax.local_devices()[0])}}
 

@@ -7,15 +7,12 @@ import os
 import pathlib
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from dsv41.checkpoint import CheckpointReader, load_checkpoint
 from dsv41.config import load_config
-from dsv41.loading import abstract_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
+from dsv41.verification.golden import Golden
 from tests.fixtures_engine import default_engine, mini8_engine  # noqa: F401 (fixtures)
 
 GOLDEN = pathlib.Path(__file__).parent / "data" / "golden"
@@ -43,9 +40,7 @@ def float_model(name: str, cache_rounding: bool) -> tuple[Model, dict]:
 @functools.cache
 def _float_variables(name: str) -> dict:
     model = Model(Settings.default(load_config(GOLDEN / name / "f32"), page_tokens=PAGE_TOKENS))
-    packed = load_config(GOLDEN / name / "fp8")
-    params = load_checkpoint(CheckpointReader(GOLDEN / name / "fp8"), packed, abstract_variables(model))
-    return {"params": params, "constants": {"token_map": jnp.asarray(np.load(GOLDEN / name / "token_map.npy"))}}
+    return Golden(GOLDEN / name / "f32", checkpoint=GOLDEN / name / "fp8").variables(model)
 
 
 @pytest.fixture(scope="session")

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import shutil
 
 import numpy as np
 import pytest
 
-from dsv41.checkpoint import CheckpointError, CheckpointReader, load_checkpoint, save_checkpoint
+from dsv41.checkpoint import CheckpointReader
 from dsv41.cli import main
-from dsv41.config import load_config
-from dsv41.loading import abstract_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
-from dsv41.verification import table
+from dsv41.verification import run, table
+from dsv41.verification.end_to_end import compare_case, run_case
 from dsv41.verification.golden import Golden
+from dsv41.verification.layerwise import compare_layers
+from dsv41.verification.limits import STRICT
 from tests.conftest import GOLDEN
 
 
-def float_golden(name: str, directory: pathlib.Path) -> pathlib.Path:
-    """The complete float32 flavour of a golden: its weights are the packed ones multiplied out, stored once here."""
-    config = load_config(GOLDEN / name / "f32")
-    target = abstract_variables(Model(Settings.default(config)))
-    params = load_checkpoint(CheckpointReader(GOLDEN / name / "fp8"), load_config(GOLDEN / name / "fp8"), target)
-    flavour = directory / name / "f32"
-    save_checkpoint(params, config, flavour)
-    shutil.copytree(GOLDEN / name / "f32", flavour, dirs_exist_ok=True)
-    shutil.copy(GOLDEN / name / "token_map.npy", flavour.parent)
-    return flavour
-
-
-def verify(directory: pathlib.Path, capsys: pytest.CaptureFixture) -> tuple[int, list[dict]]:
-    code = main(["verify", "--golden", str(directory), "--json"])
+def verify(name: str, flavour: str, capsys: pytest.CaptureFixture) -> tuple[int, list[dict]]:
+    golden, weights = GOLDEN / name / flavour, GOLDEN / name / "fp8"
+    code = main(["verify", "--golden", str(golden), "--checkpoint", str(weights), "--json"])
     return code, json.loads(capsys.readouterr().out)["rows"]
 
 
@@ -41,8 +30,8 @@ def passed(rows: list[dict], group: str, name: str) -> list[dict]:
     return [r for r in rows if r["group"] == group and r["name"] == name and r["passed"]]
 
 
-def test_mini8_in_float32(tmp_path, capsys):
-    code, rows = verify(float_golden("mini8", tmp_path), capsys)
+def test_mini8_in_float32(capsys):
+    code, rows = verify("mini8", "f32", capsys)
     assert code == 0, [r for r in rows if r["passed"] is False]
     # Every kind of comparison was made: an empty table must not pass.
     for name in ("A.prefill.logits", "A.decode.logits"):
@@ -67,8 +56,8 @@ def test_mini8_in_float32(tmp_path, capsys):
     assert any("dspark" in r["name"] for r in skipped)
 
 
-def test_mini8_in_fp8(golden_dir, capsys):
-    code, rows = verify(golden_dir / "mini8" / "fp8", capsys)
+def test_mini8_in_fp8(capsys):
+    code, rows = verify("mini8", "fp8", capsys)
     assert code == 0, [r for r in rows if r["passed"] is False]
     layers = [r for r in rows if r["name"].startswith("layer.") and r["limit"] == 2e-2]
     assert len(layers) == 8
@@ -77,8 +66,8 @@ def test_mini8_in_fp8(golden_dir, capsys):
     assert max(steady) < 1e-3
 
 
-def test_tiny40_in_float32(tmp_path, capsys):
-    code, rows = verify(float_golden("tiny40", tmp_path), capsys)
+def test_tiny40_in_float32(capsys):
+    code, rows = verify("tiny40", "f32", capsys)
     assert code == 0, [r for r in rows if r["passed"] is False]
     assert len(passed(rows, "rounding off", "A.prefill.logits")) == 2
     for source in (2, 8, 14, 20, 24, 28, 32, 36):
@@ -89,29 +78,29 @@ def test_tiny40_in_float32(tmp_path, capsys):
         assert any(r["passed"] for r in rows if r["name"] == f"layer.{layer}" and r["group"].startswith("layer "))
 
 
-def test_wrong_weights_fail(tmp_path, capsys):
+def test_wrong_weights_fail(tmp_path):
     """A comparison that cannot fail proves nothing: one attention sink is changed."""
-    directory = float_golden("mini8", tmp_path)
-    for stem in ("expected", "expected_replay"):
-        (directory / f"{stem}.safetensors").rename(directory / f"{stem}.unused")
-    # What remains is the strict set, which takes its prompts from "expected".
-    (directory / "expected.unused").rename(directory / "expected.safetensors")
-    spec = CheckpointReader(directory)
-    file = (
-        directory
-        / json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]["layers.5.attn.attn_sink"]
-    )
-    value = spec.read("layers.5.attn.attn_sink")
+    weights, golden = tmp_path / "fp8", tmp_path / "f32"
+    shutil.copytree(GOLDEN / "mini8" / "fp8", weights)
+    shutil.copytree(GOLDEN / "mini8" / "f32", golden, ignore=shutil.ignore_patterns("expected_replay*"))
+    shutil.copy(GOLDEN / "mini8" / "token_map.npy", tmp_path)
+    value = CheckpointReader(weights).read("layers.5.attn.attn_sink")
+    file = weights / "model.safetensors"
     data = file.read_bytes()
     assert data.count(value.tobytes()) == 1
     file.write_bytes(data.replace(value.tobytes(), (value + np.float32(0.5)).tobytes()))
-    from dsv41.verification import run
-
-    rows = run.verify(Golden(directory))
-    failures = {(r.group, r.name) for r in table.failed(rows)}
-    assert ("rounding off", "A.prefill.logits") in failures
-    assert ("layer 5 (Reuse)", "layer.5") in failures
-    assert not any(group.startswith(("layer 0", "layer 3")) for group, _ in failures)
+    changed = Golden(golden, weights)
+    smooth, rounded = (
+        Model(Settings.default(changed.config, cache_rounding=rounding, page_tokens=run.PAGE_TOKENS))
+        for rounding in (False, True)
+    )
+    variables = changed.variables(smooth)
+    case = run_case(smooth, variables, changed, "A")
+    failures = {r.name for r in table.failed(compare_case("", changed, "expected_noquant", "A", case, STRICT))}
+    assert "A.prefill.logits" in failures
+    assert "A.prefill.layer.4" not in failures
+    layers = {r.group for r in table.failed(compare_layers(changed, rounded, variables))}
+    assert layers == {"layer 5 (Reuse)"}
 
 
 def test_missing_parts_are_named(tmp_path, golden_dir, capsys):
@@ -121,8 +110,9 @@ def test_missing_parts_are_named(tmp_path, golden_dir, capsys):
     assert main(["verify", "--golden", str(tmp_path)]) == 2
     assert "no expected*.safetensors" in capsys.readouterr().err
     shutil.copy(golden_dir / "mini8" / "f32" / "expected.safetensors", tmp_path)
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
-        Golden(tmp_path).checkpoint()
+    shutil.copy(golden_dir / "mini8" / "token_map.npy", tmp_path)
+    assert main(["verify", "--golden", str(tmp_path)]) == 2
+    assert "neither model.safetensors.index.json nor model.safetensors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="DIR",
         help="a flavour folder; token_map.npy may lie in its parent",
     )
+    parser.add_argument(
+        "--checkpoint",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="weights from here, e.g. the packed flavour multiplied out for the float one; default: the golden folder",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -38,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from dsv41.verification.table import failed
     from pallas_kernels import backend
 
-    rows = verify(Golden(args.golden), lambda stage: print(f"verify: {stage} …", file=sys.stderr))
+    rows = verify(Golden(args.golden, args.checkpoint), lambda stage: print(f"verify: {stage} …", file=sys.stderr))
     platform, back_ends = jax.devices()[0], backend.report()
     device = f"{platform.platform} ({platform.device_kind})"
     if args.json:

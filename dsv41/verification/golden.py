@@ -11,7 +11,9 @@ import numpy as np
 from dsv41.checkpoint import CheckpointReader
 from dsv41.checkpoint.safetensors_io import read_tensors
 from dsv41.config import ModelConfig, load_config
-from dsv41.loading import checkpoint_token_map, model_tokenizer
+from dsv41.loading import checkpoint_token_map, load_variables, model_tokenizer
+from dsv41.model import Model
+from dsv41.steps.prefill import Variables
 
 
 class GoldenError(ValueError):
@@ -24,13 +26,15 @@ class Golden:
     Args:
       directory: holds ``config.json``, the checkpoint and ``expected*.safetensors``; ``token_map.npy`` lies in it
         or in its parent.
+      checkpoint: where the weights are, if not there: the packed flavour holds the float one's values exactly.
 
     Raises:
       GoldenError: something needed is not there.
     """
 
-    def __init__(self, directory: str | pathlib.Path) -> None:
+    def __init__(self, directory: str | pathlib.Path, checkpoint: str | pathlib.Path | None = None) -> None:
         self.directory = pathlib.Path(directory)
+        self.weights = self.directory if checkpoint is None else pathlib.Path(checkpoint)
         if not (self.directory / "config.json").is_file():
             raise GoldenError(f"{self.directory}: no config.json")
         self.config: ModelConfig = load_config(self.directory)
@@ -47,8 +51,10 @@ class Golden:
         """ "fp8" for a quantised checkpoint, else "f32"."""
         return "f32" if self.config.quantization is None else "fp8"
 
-    def checkpoint(self) -> CheckpointReader:
-        return CheckpointReader(self.directory)
+    def variables(self, model: Model) -> Variables:
+        """The checkpoint's weights as the model stores them, and the token map."""
+        reader, stored = CheckpointReader(self.weights), load_config(self.weights)
+        return load_variables(model, reader, self.token_map, stored=stored)
 
     @functools.cached_property
     def token_map(self) -> np.ndarray:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 
-from dsv41.loading import load_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.verification.end_to_end import compare_all, compare_case, run_case, skipped_rows
@@ -39,7 +37,7 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
         nonlocal variables
         model = Model(Settings.default(golden.config, cache_rounding=cache_rounding, page_tokens=PAGE_TOKENS))
         if variables is None:
-            variables = load_variables(model, golden.checkpoint(), jnp.asarray(golden.token_map))
+            variables = golden.variables(model)
         return model, variables
 
     # Float32 must mean float32 on every back end: TF32 and bfloat16 passes are the defaults elsewhere.
