@@ -29,8 +29,9 @@ def index_select(
     batch, total, heads, width = queries.shape
     page_entries, table_pages = pool.payload.shape[1], page_table.shape[1]
     capacity = table_pages * page_entries
-    query_tile = largest_tile(total, lambda tile: batch * tile * max(capacity, heads * page_entries) * 4)
-    entry_bytes = batch * max(query_tile * heads, width) * 4
+    query_tile = largest_tile(total, lambda tile: batch * tile * max(capacity, 2 * heads * page_entries) * 4)
+    # The heads' products and their positive parts are there at once.
+    entry_bytes = batch * max(2 * query_tile * heads, width) * 4
     key_pages = largest_tile(table_pages, lambda pages: pages * page_entries * entry_bytes)
 
     def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array) -> Selection:
@@ -126,7 +127,7 @@ def index_reselect(
     candidates = block_ids.shape[-1] * block_size
     dtype = operand_dtype(queries.dtype, fmt)
     # Decoding passes through float32, whatever the products run in.
-    query_tile = largest_tile(total, lambda tile: batch * tile * candidates * max(width, heads) * 4)
+    query_tile = largest_tile(total, lambda tile: batch * tile * candidates * max(width, 2 * heads) * 4)
 
     def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array) -> jax.Array:
         # In order of entries a position's order is an entry's, which is what decides ties.
