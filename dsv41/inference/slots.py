@@ -70,11 +70,6 @@ class Slots:
         self._open = np.zeros(shape.batch, bool)
         self._active = jnp.asarray(self._open)
 
-    @property
-    def busy(self) -> bool:
-        """Whether any slot is open."""
-        return bool(self._open.any())
-
     def has_room(self, tokens: int) -> bool:
         """Whether a slot is free, and pages for a request of so many tokens in all."""
         return not self._open.all() and self._pages.pages_for(tokens) <= self._pages.free

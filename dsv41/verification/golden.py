@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
 
 import numpy as np
@@ -73,9 +72,3 @@ class Golden:
     def prompt_length(self, case: str) -> int:
         """Prompt tokens of a case of the set "expected"."""
         return self.tensors("expected")[f"{case}.prefill.logits"].shape[1]
-
-    @functools.cached_property
-    def description(self) -> dict:
-        """The JSON beside "expected", empty without one."""
-        path = self.directory / "expected.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
