@@ -19,6 +19,7 @@ def sparse_attention(
     page_table: jax.Array | None,
     indices: jax.Array | None,
     sink: jax.Array,
+    rotation: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -41,6 +42,9 @@ def sparse_attention(
       page_table: ``[batch, table_pages]`` int32; None without a pool.
       indices: ``[batch, query, chosen]`` int32 entries of the request, −1 = nothing; None without a pool.
       sink: ``[heads]`` float32, finite: a logit that joins the denominator only.
+      rotation: int32 ``[batch]``, the column of ``local`` that holds the earliest entry; the others follow it
+        around the end. None: column 0. Sums over columns round as the columns lie: an entry that keeps its column
+        over several calls adds up to the same bits in all of them.
       window: entries of the window (static).
       scale: factor of the logits (static).
       probability_dtype: bfloat16 or float32 (static).
@@ -67,6 +71,7 @@ def sparse_attention(
         page_table,
         indices,
         sink,
+        rotation,
         window=window,
         scale=scale,
         probability_dtype=probability_dtype,

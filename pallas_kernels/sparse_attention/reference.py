@@ -20,12 +20,17 @@ def sparse_attention(
     page_table: jax.Array | None,
     indices: jax.Array | None,
     sink: jax.Array,
+    rotation: jax.Array | None = None,
     *,
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
 ) -> jax.Array:
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
+    if rotation is not None:
+        columns = (jnp.arange(local_valid.shape[1]) + rotation[:, None]) % local_valid.shape[1]
+        local = local.map(lambda leaf: jnp.take_along_axis(leaf, columns[..., None], axis=1))
+        local_valid = jnp.take_along_axis(local_valid, columns, axis=1)
     seen = jnp.arange(queries.shape[1])[:, None] + 1 + jnp.arange(window)
     valid = local_valid[:, seen]
     entries = jnp.where(valid[..., None], local_fmt.decode(local)[:, seen], 0)

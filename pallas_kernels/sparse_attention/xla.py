@@ -27,6 +27,7 @@ def sparse_attention(
     page_table: jax.Array | None,
     indices: jax.Array | None,
     sink: jax.Array,
+    rotation: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -35,19 +36,29 @@ def sparse_attention(
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
     batch, total, heads, width = queries.shape
     chosen = 0 if indices is None else indices.shape[-1]
-    tile = largest_tile(total, lambda t: batch * t * 4 * max(chosen * width, heads * (window + t + chosen)))
-    surplus = -total % tile
-    local = local.map(lambda leaf: pad_axis(leaf, 1, surplus))
-    local_valid = pad_axis(local_valid, 1, surplus, False)
+    tile = largest_tile(total, lambda t: batch * t * 4 * max(chosen * width, heads * (window + (t if rotation is None else total) + chosen)))
+    order = None
+    if rotation is None:
+        surplus = -total % tile
+        local = local.map(lambda leaf: pad_axis(leaf, 1, surplus))
+        local_valid = pad_axis(local_valid, 1, surplus, False)
+    else:
+        columns = local_valid.shape[1]
+        order = (jnp.arange(columns, dtype=jnp.int32) - rotation[:, None]) % columns
 
     def one_tile(first: int | jax.Array, queries: jax.Array, indices: jax.Array | None = None) -> jax.Array:
         def band(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, first, window + queries.shape[1], axis=1)
 
         dtype = operand_dtype(queries.dtype, local_fmt)
-        valid = band(local_valid)
-        entries = jnp.where(valid[..., None], local_fmt.decode(local.map(band), dtype), 0)
-        ahead = jnp.arange(valid.shape[1], dtype=jnp.int32) - jnp.arange(queries.shape[1], dtype=jnp.int32)[:, None]
+        query = jnp.arange(queries.shape[1], dtype=jnp.int32)[:, None]
+        if order is None:
+            mine, valid = local.map(band), band(local_valid)
+            ahead = jnp.arange(valid.shape[1], dtype=jnp.int32) - query
+        else:  # every tile looks at all columns: they are few where rotation is of use
+            mine, valid = local, local_valid
+            ahead = order[:, None] - (first + query)
+        entries = jnp.where(valid[..., None], local_fmt.decode(mine, dtype), 0)
         seen = (ahead > 0) & (ahead <= window) & valid[:, None]
         logits = _logits(einsum("bshd,bnd->bshn", queries.astype(dtype), entries), scale, seen)
         top = jnp.maximum(logits.max(axis=-1), sink - _SINK_MARGIN)

@@ -73,6 +73,18 @@ class SparseAttentionTests(OperationTests):
     def test_one_query(self):
         self.check(case(FP8_E8M0, FP4_E4M3, queries=1), FP8_E8M0, FP4_E4M3)
 
+    def test_a_rotated_window_is_the_same_window(self):
+        arrays = case(FP8_E8M0, FP4_E4M3)
+        wanted = self.check(arrays, FP8_E8M0, FP4_E4M3)
+        columns = arrays["local_valid"].shape[1]
+        rotation = np.array([4, columns - 1], np.int32)
+        order = (np.arange(columns) - rotation[:, None]) % columns
+        arrays["local"] = arrays["local"].map(lambda leaf: jnp.take_along_axis(leaf, order[..., None], axis=1))
+        arrays["local_valid"] = jnp.take_along_axis(arrays["local_valid"], order, axis=1)
+        arrays["rotation"] = jnp.asarray(rotation)
+        rotated = self.check(arrays, FP8_E8M0, FP4_E4M3)
+        np.testing.assert_allclose(rotated, wanted, rtol=2e-6, atol=2e-6)
+
     def test_window_only(self):
         arrays = case() | {"pool": None, "page_table": None, "indices": None}
         self.check(arrays)
