@@ -50,6 +50,10 @@ class Tokenizer:
         """Number of token ids, added tokens included."""
         return self._vocab_size
 
+    def to_json(self) -> str:
+        """The vocabulary in the format of ``tokenizer.json``, for libraries that bring their own reader of it."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without a begin or end token."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
