@@ -71,21 +71,34 @@ def _nucleus(p: jax.Array, top_p: jax.Array) -> jax.Array:
     return p / jnp.sum(p, axis=-1, keepdims=True)
 
 
-def sample(sampler: Sampler, logits: jax.Array, active: jax.Array) -> Sampler:
-    """Draws the next pending token of every active request from logits ``[batch, vocab]``."""
+def draw_keys(sampler: Sampler) -> jax.Array:
+    """The random key ``[batch]`` of each request's next draw: of its seed and its counter, of nothing else."""
+    return jax.vmap(lambda seed, counter: jax.random.fold_in(jax.random.key(seed), counter))(
+        sampler.seed, sampler.counter
+    )
 
-    def draw() -> jax.Array:
+
+def draw(sampler: Sampler, logits: jax.Array, active: jax.Array) -> jax.Array:
+    """The token that each request draws from logits ``[batch, vocab]`` with its next random number.
+
+    Rows that are not active give any token. Nothing is drawn while every active request is greedy.
+
+    Returns:
+      int32 ``[batch]``; the sampler does not move.
+    """
+
+    def drawn() -> jax.Array:
         p = probabilities(logits, sampler.temperature, sampler.top_p)
-        keys = jax.vmap(lambda seed, counter: jax.random.fold_in(jax.random.key(seed), counter))(
-            sampler.seed, sampler.counter
-        )
-        drawn = jax.vmap(jax.random.categorical)(keys, jnp.log(p))
-        return jnp.where(sampler.temperature > 0, drawn, greedy).astype(jnp.int32)
+        token = jax.vmap(jax.random.categorical)(draw_keys(sampler), jnp.log(p))
+        return jnp.where(sampler.temperature > 0, token, greedy).astype(jnp.int32)
 
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Nothing is drawn while every request is greedy.
-    token = lax.cond(jnp.any(active & (sampler.temperature > 0)), draw, lambda: greedy)
+    return lax.cond(jnp.any(active & (sampler.temperature > 0)), drawn, lambda: greedy)
+
+
+def sample(sampler: Sampler, logits: jax.Array, active: jax.Array) -> Sampler:
+    """Draws the next pending token of every active request from logits ``[batch, vocab]``."""
     return sampler.replace(
-        pending=jnp.where(active, token, sampler.pending),
+        pending=jnp.where(active, draw(sampler, logits, active), sampler.pending),
         counter=sampler.counter + active.astype(jnp.uint32),
     )
