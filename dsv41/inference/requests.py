@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from dsv41.config import ModelConfig
+from dsv41.pictures.encoder import EncodedPicture
+from dsv41.pictures.files import PictureError, picture_plan
 from dsv41.tokens.tokenizer import Tokenizer
+
+PICTURE_PLACEHOLDER = "<｜image｜>"
+"""How V4.1's vocabulary spells the image token. The packaged vocabulary is V4's: it spells that id otherwise, and has
+these characters at another id."""
 
 _SEEDS = 2**32
 
@@ -30,6 +37,8 @@ class Request:
       top_p: in (0, 1]; sampling is cut to the smallest set of most likely tokens that has this mass.
       seed: in [0, 2³²). The same request with the same seed draws the same random numbers in any batch.
       stop: generation ends where the text contains one of these; the text is cut before it.
+      images: picture files (PNG, JPEG, GIF or WebP), or pictures that are encoded already. Each stands at its
+        placeholder, in order: the image token in ``tokens``, :data:`PICTURE_PLACEHOLDER` in ``prompt``.
 
     Raises:
       RequestError: a value is of the wrong type or out of range.
@@ -43,6 +52,7 @@ class Request:
     top_p: float = 1.0
     seed: int = 0
     stop: Sequence[str] = ()
+    images: Sequence[str | os.PathLike[str] | EncodedPicture] = ()
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, reason: str) -> None:
@@ -70,6 +80,18 @@ class Request:
             "is not a list of non-empty texts",
         )
         object.__setattr__(self, "stop", tuple(self.stop))
+        need(_is_list(self.images), "images", "is not a list of files or encoded pictures")
+        for i, image in enumerate(self.images):
+            if not isinstance(image, str | os.PathLike | EncodedPicture):
+                raise RequestError(
+                    f"images[{i}]: {type(image).__name__} is neither a file's path nor an EncodedPicture"
+                )
+        object.__setattr__(self, "images", tuple(self.images))
+
+    @property
+    def picture_files(self) -> tuple[str | os.PathLike[str], ...]:
+        """Those of ``images`` that are yet to be encoded."""
+        return tuple(image for image in self.images if not isinstance(image, EncodedPicture))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,15 +164,15 @@ class Event:
 def prompt_tokens(
     request: Request, config: ModelConfig, tokenizer: Tokenizer | None, max_length: int
 ) -> tuple[int, ...]:
-    """The token ids of a request's prompt, checked against the model.
+    """The token ids of a request's prompt, checked against the model; the image token at each position of a picture.
 
     Args:
       tokenizer: None if the model's vocabulary is not the packaged one.
       max_length: positions that prompt and new tokens may take.
 
     Raises:
-      RequestError: a text where there is no tokenizer, a token outside the vocabulary, a token of an image span
-        (pictures cannot be given), or too many tokens.
+      RequestError: a text where there is no tokenizer, a token outside the vocabulary, pictures and placeholders that
+        do not match, a picture that cannot be used, or too many tokens.
     """
     vocab = config.text.vocab_size
     if tokenizer is None and (request.prompt is not None or request.stop):
@@ -162,20 +184,61 @@ def prompt_tokens(
     if request.tokens is not None:
         field, tokens = "tokens", tuple(request.tokens)
     else:
-        field, tokens = "prompt", tuple(tokenizer.encode(request.prompt))
+        text = request.prompt.replace(PICTURE_PLACEHOLDER, tokenizer.token_form(config.image_token_id))
+        field, tokens = "prompt", tuple(tokenizer.encode(text))
         if tokens[:1] != (config.bos_token_id,):
             tokens = (config.bos_token_id, *tokens)
     for position, token in enumerate(tokens):
         if not 0 <= token < vocab:
             raise RequestError(f"{field}: token {token} at position {position} is not in the vocabulary of {vocab}")
-        if token == config.image_token_id:
-            raise RequestError(f"{field}: token {token} at position {position} stands for a picture, and there is none")
+    if request.images or config.image_token_id in tokens:
+        tokens = _with_spans(field, tokens, request, config)
     if len(tokens) + request.max_new_tokens > max_length:
         raise RequestError(
             f"max_new_tokens: {request.max_new_tokens} after a prompt of {len(tokens)} tokens exceed the {max_length} "
             "positions that a request may have"
         )
     return tokens
+
+
+def _with_spans(field: str, tokens: Sequence[int], request: Request, config: ModelConfig) -> tuple[int, ...]:
+    """Tokens with each placeholder repeated over its picture's span."""
+    places = [position for position, token in enumerate(tokens) if token == config.image_token_id]
+    given = len(request.images)
+    if len(places) > given:
+        raise RequestError(
+            f"{field}: token {config.image_token_id} at position {places[given]} stands for a picture, and "
+            f"images[{given}] is not given ({given} for {len(places)} placeholders)"
+        )
+    if len(places) < given:
+        image = request.images[len(places)]
+        shown = "an encoded picture" if isinstance(image, EncodedPicture) else repr(os.fspath(image))
+        mark = PICTURE_PLACEHOLDER if field == "prompt" else f"token {config.image_token_id}"
+        raise RequestError(
+            f"images[{len(places)}]: {shown} has no place: {given} are given, and {field} has {len(places)} "
+            f"placeholders ({mark})"
+        )
+    whole: list[int] = []
+    done = 0
+    for i, (place, image) in enumerate(zip(places, request.images, strict=True)):
+        whole += [*tokens[done:place], *[config.image_token_id] * _span(i, image, config)]
+        done = place + 1
+    return (*whole, *tokens[done:])
+
+
+def _span(index: int, image: str | os.PathLike[str] | EncodedPicture, config: ModelConfig) -> int:
+    """Positions that a picture takes."""
+    if not isinstance(image, EncodedPicture):
+        try:
+            return picture_plan(image, config.vision).span
+        except PictureError as error:
+            raise RequestError(f"images[{index}]: {error}") from error
+    width, limit = image.embeddings.shape[1], config.vision.max_image_tokens
+    if width != config.text.hidden_size:
+        raise RequestError(f"images[{index}]: embeddings are {width} wide, the model {config.text.hidden_size}")
+    if image.span > limit:
+        raise RequestError(f"images[{index}]: a span of {image.span} positions exceeds max_image_tokens {limit}")
+    return image.span
 
 
 def _is_integer(value: Any) -> bool:
