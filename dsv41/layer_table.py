@@ -50,13 +50,19 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One row of the layer table; sources are layer numbers, None where the layer has none."""
+    """One row of the layer table; sources are layer numbers, None where the layer has none.
+
+    Attributes:
+      first_engram: no layer of the encoder below this one has an Engram, and this one has. A step can be cut here:
+        what lies below runs while the Engram's rows are on their way.
+    """
 
     index: int
     kind: LayerKind
     kv_source: int | None
     index_source: int | None
     candidate_source: int | None
+    first_engram: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +150,10 @@ def layer_table(text: TextConfig) -> LayerTable:
                     f"text_config.index_source_layer_ids: layer {row.index} lies above candidate source {candidate} "
                     f"but reads the entries of layer {row.kv_source}, not of layer {layers[candidate].kv_source}"
                 )
-    return LayerTable(layers, decoder_start=kv_sources[-1] if kv_sources else depth)
+    decoder_start = kv_sources[-1] if kv_sources else depth
+    first = next((layer for layer in text.engram_layer_ids if layer < decoder_start), None)
+    layers = tuple(dataclasses.replace(row, first_engram=row.index == first) for row in layers)
+    return LayerTable(layers, decoder_start)
 
 
 def _layer(text: TextConfig, layer: int, candidate: int | None) -> Layer:
@@ -180,11 +189,16 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A pattern of runs that repeats: layers ``start`` … ``start + repeats · depth − 1``."""
+    """A pattern of runs that repeats: layers ``start`` … ``start + repeats · depth − 1``.
+
+    Attributes:
+      first_engram: the first layer is the first of its stack with an Engram, see :class:`Layer`.
+    """
 
     runs: tuple[Run, ...]
     repeats: int
     start: int
+    first_engram: bool = False
 
     @property
     def depth(self) -> int:
@@ -209,13 +223,14 @@ def stack_plan(layers: Sequence[Layer]) -> tuple[Group, ...]:
     """Folds consecutive layers into repeating groups.
 
     A block starts at each layer that selects (or at the first layer) and takes in what follows; equal
-    neighbouring blocks become one group. The official encoder gives one window run and 3 × (Full + 5 Reuse),
-    its decoder Full + 3 Reuse and 4 × (Reindex + 3 Reuse).
+    neighbouring blocks become one group. Where a step may be cut, a block and a group start too. The official encoder
+    gives two window-only layers, apart since the second has an Engram, and 3 × (Full + 5 Reuse), its decoder
+    Full + 3 Reuse and 4 × (Reindex + 3 Reuse).
     """
-    blocks: list[tuple[int, list[Run]]] = []
+    blocks: list[tuple[Layer, list[Run]]] = []
     for layer in layers:
-        if not blocks or layer.kind.selects:
-            blocks.append((layer.index, [Run(layer.kind, 1)]))
+        if not blocks or layer.kind.selects or layer.first_engram:
+            blocks.append((layer, [Run(layer.kind, 1)]))
             continue
         runs = blocks[-1][1]
         if runs[-1].kind == layer.kind:
@@ -223,11 +238,11 @@ def stack_plan(layers: Sequence[Layer]) -> tuple[Group, ...]:
         else:
             runs.append(Run(layer.kind, 1))
     groups: list[Group] = []
-    for start, runs in blocks:
-        if groups and groups[-1].runs == tuple(runs):
+    for first, runs in blocks:
+        if groups and groups[-1].runs == tuple(runs) and not first.first_engram:
             groups[-1] = dataclasses.replace(groups[-1], repeats=groups[-1].repeats + 1)
         else:
-            groups.append(Group(tuple(runs), 1, start))
+            groups.append(Group(tuple(runs), 1, first.index, first.first_engram))
     return tuple(groups)
 
 

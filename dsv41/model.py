@@ -25,17 +25,17 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dsv41.layers.engram import Engram, EngramInputs
+from dsv41.layers.engram import Engram, EngramInputs, EngramRows, TableParameter
 from dsv41.layers.flow import Flow, ForcedSelection, Step
 from dsv41.layers.linear import RMSNorm, WideLinear, declare
 from dsv41.layers.mhc import first_mix, mix_streams
-from dsv41.layers.stack import Stack, concatenate
+from dsv41.layers.stack import Stack, StackOutputs, concatenate, join_outputs
 from dsv41.numerics.ngram_hash import hash_ids, lookback, ngram_hash
 from dsv41.numerics.rotary import csa_frequencies, rotary_table, window_frequencies
 from dsv41.settings import Settings
 from dsv41.state.request import EncoderDelta, ModelState, Segment
-from dsv41.state.ring import Ring, in_position_order
-from pallas_kernels.formats import Packed
+from dsv41.state.ring import Ring, entries_at
+from pallas_kernels.formats import FP8_E8M0, Packed
 from pallas_kernels.index_select import BlockSelection
 
 
@@ -70,6 +70,23 @@ class Decoded(NamedTuple):
     entries: Packed
 
 
+@struct.dataclass
+class Begun:
+    """An encoder pass up to its first Engram (to the encoder's end if it has none).
+
+    Attributes:
+      segment: the tokens' positions, with the embeddings as streams.
+      flow: what enters the next layer.
+      outputs: of the layers that ran.
+      ids: compressed ids ``[batch, query]``.
+    """
+
+    segment: Segment
+    flow: Flow
+    outputs: StackOutputs
+    ids: jax.Array
+
+
 class Embedding(nn.Module):
     """Token embeddings ``[vocab, d]``."""
 
@@ -100,10 +117,12 @@ class Model(nn.Module):
         self.embed = Embedding(settings)
         self.encoder = Stack(settings, table.encoder, appends=True)
         self.decoder = Stack(settings, table.decoder, appends=False)
-        self.engram = {
-            str(layer): Engram(settings, rows)
-            for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True)
-        }
+        self.engram = {str(layer): Engram(settings) for layer in text.engram_layer_ids}
+        if settings.engram_in_step:
+            self.engram_table = {
+                str(layer): TableParameter(settings, rows)
+                for layer, rows in zip(text.engram_layer_ids, text.engram_num_embeddings, strict=True)
+            }
         self.norm = RMSNorm(settings, text.hidden_size, "embed")
         self.head = WideLinear(settings, text.vocab_size, text.hidden_size, ("vocab", "embed"))
         self.token_map = self.variable("constants", "token_map", jnp.zeros, (text.vocab_size,), jnp.int32)
@@ -114,16 +133,29 @@ class Model(nn.Module):
         batch: TokenBatch,
         write_from: jax.Array | None = None,
         forced: ForcedSelection | None = None,
+        engram_rows: EngramRows | None = None,
     ) -> tuple[Segment, EncoderDelta]:
         """Passes tokens through the encoder and projects its outputs into the decoder's global memory.
 
         Args:
           write_from: int32 ``[batch]``, positions below it have their global entries already (an encoder replay
             over a prefix hit); a multiple of every ratio. None: none has.
+          engram_rows: what the encoder's Engrams look up; None where the tables are parameters.
 
         Returns:
           the encoder outputs, and what the pass adds to the state.
         """
+        begun = self.begin(state, batch, write_from, forced)
+        return self.finish(state, begun, write_from, forced, engram_rows)
+
+    def begin(
+        self,
+        state: ModelState,
+        batch: TokenBatch,
+        write_from: jax.Array | None = None,
+        forced: ForcedSelection | None = None,
+    ) -> Begun:
+        """The part of :meth:`encode` that needs no Engram rows yet."""
         queries = batch.tokens.shape[1]
         valid = jnp.arange(queries) < batch.count[:, None]
         is_image = jnp.zeros_like(valid) if batch.is_image is None else batch.is_image & valid
@@ -136,21 +168,51 @@ class Model(nn.Module):
         streams = jnp.repeat(x[:, :, None], self.settings.text.hc_mult, axis=2)
         segment = Segment(streams, first_mix(streams), is_image, seen, state.length, batch.count)
 
-        engram = self.engram_inputs(self.encoder.engram_layers, seen)
+        step, ring = begin_step(self.settings, state, state.encoder_ring, segment, None, write_from, forced)
+        flow = first_flow(self.settings, state, segment)
+        flow, outputs = self.encoder(flow, ring, step, last=self.encoder.before_engram)
+        return Begun(segment, flow, outputs, ids)
+
+    def finish(
+        self,
+        state: ModelState,
+        begun: Begun,
+        write_from: jax.Array | None = None,
+        forced: ForcedSelection | None = None,
+        engram_rows: EngramRows | None = None,
+    ) -> tuple[Segment, EncoderDelta]:
+        """The rest of :meth:`encode`; ``state``, ``write_from`` and ``forced`` as :meth:`begin` had them."""
+        segment = begun.segment
+        engram = self.engram_inputs(self.encoder.engram_layers, segment.lookback, engram_rows)
         step, ring = begin_step(self.settings, state, state.encoder_ring, segment, engram, write_from, forced)
-        flow, outputs = self.encoder(first_flow(self.settings, state, segment), ring, step)
+        flow, outputs = self.encoder(begun.flow, ring, step, first=self.encoder.before_engram)
+        outputs = join_outputs(begun.outputs, outputs)
         flow, projections = self._project(flow, outputs.projections, step)
         segment = segment.replace(streams=flow.streams, mix=flow.mix)
-        return segment, EncoderDelta(flow.memory, outputs.entries, projections, ids)
+        return segment, EncoderDelta(flow.memory, outputs.entries, projections, begun.ids)
 
-    def decode(self, state: ModelState, segment: Segment, forced: ForcedSelection | None = None) -> Decoded:
-        """Passes encoder outputs, whose global entries are in the memory, through the decoder."""
-        engram = self.engram_inputs(self.decoder.engram_layers, segment.lookback)
+    def decode(
+        self,
+        state: ModelState,
+        segment: Segment,
+        forced: ForcedSelection | None = None,
+        engram_rows: EngramRows | None = None,
+    ) -> Decoded:
+        """Passes encoder outputs, whose global entries are in the memory, through the decoder.
+
+        Args:
+          engram_rows: what the decoder's Engrams look up; None where the tables are parameters.
+        """
+        engram = self.engram_inputs(self.decoder.engram_layers, segment.lookback, engram_rows)
         step, ring = begin_step(self.settings, state, state.decoder_ring, segment, engram, forced=forced)
         flow, outputs = self.decoder(first_flow(self.settings, state, segment), ring, step)
         x = mix_streams(flow.streams, flow.mix)
         self.sow("intermediates", "final_collapsed", x)
         return Decoded(self.norm(x), flow.taps, outputs.entries)
+
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
+        """Embeddings ``[..., d]`` of tokens int32 ``[...]``, all of them in the vocabulary."""
+        return self.embed(tokens, jnp.ones(tokens.shape, bool))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """``[..., d]`` to ``[..., vocab]`` float32."""
@@ -169,23 +231,37 @@ class Model(nn.Module):
             projections = {**projections, ratio: new if before is None else concatenate(before, new)}
         return flow, projections
 
-    def engram_inputs(self, layers: tuple[int, ...], seen: jax.Array) -> EngramInputs | None:
+    def engram_inputs(
+        self, layers: tuple[int, ...], seen: jax.Array, rows: EngramRows | None = None
+    ) -> EngramInputs | None:
         """Keys and values of some Engram layers, stacked (None for none); addresses depend on tokens only.
 
         Args:
           seen: compressed ids that each position looks back on, int32 ``[batch, query, max n-gram]``.
+          rows: what they look up there; None: they are looked up here, in the parameters.
+
+        Raises:
+          ValueError: the rows of a layer are not given, and its table is no parameter.
         """
         text = self.settings.text
         if not layers:
             return None
-        ids = hash_ids(ngram_hash(text), seen, self.token_map.value[text.engram_pad_token_id])
-        rows = [self.engram[str(layer)](ids[text.engram_layer_ids.index(layer)]) for layer in layers]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+        if rows is None and self.settings.engram_in_step:
+            ids = hash_ids(ngram_hash(text), seen, self.token_map.value[text.engram_pad_token_id])
+            rows = {n: self.engram_table[str(n)](ids[text.engram_layer_ids.index(n)]) for n in layers}
+        if missing := [n for n in layers if n not in (rows or {})]:
+            raise ValueError(f"engram_rows: layers {missing} are not given, and their tables are no parameters")
+        inputs = [self.engram[str(n)](rows[n]) for n in layers]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
 
     def declare_all(self, state: ModelState, batch: TokenBatch) -> jax.Array:
         """Touches every parameter once; for ``init`` and ``eval_shape``."""
-        segment, delta = self.encode(state, batch)
-        return self.logits(self.decode(state.replace(memory=delta.memory), segment).hidden)
+        text, rows = self.settings.text, None
+        if not self.settings.engram_in_step:
+            zeros = FP8_E8M0.zeros((*batch.tokens.shape, text.engram_columns), text.engram_head_dim)
+            rows = dict.fromkeys(text.engram_layer_ids, zeros)
+        segment, delta = self.encode(state, batch, engram_rows=rows)
+        return self.logits(self.decode(state.replace(memory=delta.memory), segment, engram_rows=rows).hidden)
 
 
 def begin_step(
@@ -197,10 +273,20 @@ def begin_step(
     write_from: jax.Array | None = None,
     forced: ForcedSelection | None = None,
 ) -> tuple[Step, Packed]:
-    """What all layers of a stack share in one step, and their window entries in position order."""
+    """What all layers of a stack share in one step, and their window entries."""
     positions = segment.start[:, None] + jnp.arange(segment.is_image.shape[1], dtype=jnp.int32)
     valid = positions < (segment.start + segment.count)[:, None]
-    ordered, held = in_position_order(ring, segment.start)
+    window, queries = ring.positions.shape[1], positions.shape[1]
+    columns = jnp.arange(window + queries, dtype=jnp.int32)
+    order = None
+    if queries <= window:
+        order = (columns - (segment.start - window)[:, None]) % (window + queries)
+        entries, held = entries_at(ring, segment.start[:, None] - window + order)
+        offset = order - window
+        local_valid = held | ((offset >= 0) & jnp.take_along_axis(valid, jnp.maximum(offset, 0), axis=1))
+    else:
+        entries, held = entries_at(ring, segment.start[:, None] - window + columns[:window])
+        local_valid = jnp.concatenate([held, valid], axis=1)
     step = Step(
         start=segment.start,
         count=segment.count,
@@ -208,7 +294,8 @@ def begin_step(
         valid=valid,
         write_from=jnp.zeros_like(segment.start) if write_from is None else write_from,
         page_table=state.page_table,
-        local_valid=jnp.concatenate([held, valid], axis=1),
+        local_valid=local_valid,
+        order=order,
         is_image=segment.is_image,
         rope_window=rotary_table(positions, window_frequencies(settings.text)),
         rope_csa=rotary_table(positions, csa_frequencies(settings.text)),
@@ -216,7 +303,7 @@ def begin_step(
         engram=engram,
         forced=forced,
     )
-    return step, ordered
+    return step, entries
 
 
 def first_flow(settings: Settings, state: ModelState, segment: Segment) -> Flow:

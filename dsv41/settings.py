@@ -25,12 +25,15 @@ class Settings:
       packed_weights: True keeps quantised weights as the checkpoint stores them (FP8 and FP4 with scales);
         False has them as plain floats of the activation dtype.
       page_tokens: tokens of one memory page; a multiple of every compression ratio.
+      engram_in_step: True has Engram's tables among the parameters, and steps look up in them. False leaves them to
+        :mod:`dsv41.engram`: steps are given the rows.
     """
 
     config: ModelConfig
     policy: RoundingPolicy
     packed_weights: bool
     page_tokens: int
+    engram_in_step: bool = True
 
     def __post_init__(self):
         for ratio in self.table.ratios:
@@ -46,7 +49,7 @@ class Settings:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.config, self.policy, self.packed_weights, self.page_tokens))
+        return hash((self.config, self.policy, self.packed_weights, self.page_tokens, self.engram_in_step))
 
     @classmethod
     def default(
@@ -56,6 +59,7 @@ class Settings:
         cache_rounding: bool = True,
         packed_weights: bool | None = None,
         page_tokens: int | None = None,
+        engram_in_step: bool = True,
     ) -> Settings:
         """The reference's roundings and the checkpoint's own storage.
 
@@ -63,12 +67,13 @@ class Settings:
           cache_rounding: False keeps caches, index keys and index queries in the activation dtype.
           packed_weights: None packs exactly where the checkpoint does.
           page_tokens: None takes 64, or the next number that every compression ratio divides.
+          engram_in_step: see the attribute.
         """
         if page_tokens is None:
             step = math.lcm(*layer_table(config.text).ratios)
             page_tokens = -(-_PAGE_TOKENS // step) * step
         packed = config.quantization is not None if packed_weights is None else packed_weights
-        return cls(config, RoundingPolicy.for_config(config, cache_rounding), packed, page_tokens)
+        return cls(config, RoundingPolicy.for_config(config, cache_rounding), packed, page_tokens, engram_in_step)
 
     @property
     def text(self) -> TextConfig:

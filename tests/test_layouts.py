@@ -35,13 +35,29 @@ def test_the_official_plan():
     full1, reuse1 = LayerKind(Mode.FULL, 1, makes_pool=True), LayerKind(Mode.REUSE, 1)
     reindex = LayerKind(Mode.REINDEX, 1, uses_pool=True)
     assert stack_plan(table.encoder) == (
-        Group((Run(window, 2),), 1, 0),
+        Group((Run(window, 1),), 1, 0),
+        Group((Run(window, 1),), 1, 1, first_engram=True),
         Group((Run(full2, 1), Run(reuse2, 5)), 3, 2),
     )
     assert stack_plan(table.decoder) == (
         Group((Run(full1, 1), Run(reuse1, 3)), 1, 20),
         Group((Run(reindex, 1), Run(reuse1, 3)), 4, 24),
     )
+
+
+def test_the_first_engram_of_the_encoder_starts_a_group():
+    """Also inside a repeating pattern; later ones, and those of the decoder, do not."""
+    full, reuse = Run(LayerKind(Mode.FULL, 2), 1), LayerKind(Mode.REUSE, 2)
+    for engrams, groups in {
+        (16,): (Group((full, Run(reuse, 5)), 2, 2), Group((full, Run(reuse, 1)), 1, 14)),
+        (14, 17): (Group((full, Run(reuse, 5)), 2, 2), Group((full, Run(reuse, 5)), 1, 14, True)),
+        (25,): (Group((full, Run(reuse, 5)), 3, 2),),
+    }.items():
+        table = layer_table(with_text(OFFICIAL, engram_layer_ids=engrams).text)
+        plan = stack_plan(table.encoder)
+        assert plan[: 1 + len(groups)] == (Group((Run(LayerKind(Mode.WINDOW, 0), 2),), 1, 0), *groups)
+        assert [g.start for g in plan if g.first_engram] == [n for n in engrams[:1] if n < 20]
+        assert stack_plan(table.decoder) == stack_plan(layer_table(OFFICIAL.text).decoder)
 
 
 @st.composite
@@ -66,8 +82,7 @@ def layouts(draw) -> dict:
         "kv_source_layer_ids": tuple(kv),
         "index_source_layer_ids": tuple(index),
         "candidate_source_layer_id": draw(st.sampled_from([None, *last])) if last else None,
-        "engram_layer_ids": (),
-        "engram_num_embeddings": (),
+        "engram_layer_ids": tuple(sorted(draw(st.sets(st.sampled_from(range(len(ratios))), max_size=3)))),
         "dspark_target_layer_ids": (),
     }
 
@@ -81,6 +96,9 @@ def test_every_layout_folds_and_every_layer_has_one_place(layout: dict):
     assert all(row.kind.mode is not Mode.FULL for row in table.decoder[1:])
     for rows in (table.encoder, table.decoder):
         plan = stack_plan(rows)
+        inside = {row.index for row in rows} - {row.index for row in table.decoder}
+        cuts = [group.start for group in plan if group.first_engram]
+        assert cuts == [layer for layer in layout["engram_layer_ids"] if layer in inside][:1]
         unfolded = [
             (group.start + repeat * group.depth + offset, kind)
             for group in plan

@@ -334,7 +334,8 @@ def load_checkpoint(
       source: a :class:`~dsv41.checkpoint.safetensors_io.CheckpointReader` or another source of public tensors.
       config: the model; its layout says which tensors there are, the target which storage is wanted.
       target: nested dict of ``jax.ShapeDtypeStruct``, with or without sharding (without: the first local device).
-        It may lack whole top-level entries (``vision``, ``dspark``, ``encoder`` …), whose tensors are then not read.
+        It may lack whole top-level entries (``vision``, ``dspark``, ``engram_table_1`` …), whose tensors are then not
+        read.
       progress: called after each slice and each tensor.
       slice_bytes: bound on the host memory for data in flight, conversions included (at least one row is held). A leaf
         whose sharding names host memory is gathered there whole before it is handed over.

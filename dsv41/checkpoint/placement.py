@@ -6,9 +6,11 @@ The tree is a nested dict whose leaf names are the public ones. Blocks of equal 
     embed, head, norm                               text, top level
     encoder/groups_{g}/runs_{r}/<block>             layers below the last KV source
     decoder/groups_{g}/runs_{r}/<block>             the layers from it on
-    engram_{L}                                      layers.{L}.engram
+    engram_{L}                                      layers.{L}.engram but its table
+    engram_table_{L}                                layers.{L}.engram.embed: apart, as a tree may lack it
     dspark/stages_{i}/<block and extras>            mtp.{i}
-    vision/…, vision/blocks_{b}/…, aligner, image_* vision
+    vision/…, aligner, image_*                      vision
+    vision/blocks/…                                 vision.blocks.{b}, stacked
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ def parameter_place(config: ModelConfig, name: str) -> Place:
     index: tuple[int, ...] = ()
     stack: tuple[int, ...] = ()
     if words[0] == "layers" and words[2] == "engram":
+        if words[3] == "embed":
+            return Place((f"engram_table_{words[1]}", *words[4:]), (), ())
         return Place((f"engram_{words[1]}", *words[3:]), (), ())
     if words[0] == "layers":
         half, address, stack = _addresses(config)[int(words[1])]
@@ -80,7 +84,8 @@ def parameter_place(config: ModelConfig, name: str) -> Place:
     elif words[0] == "mtp":
         path, words = ("dspark", f"stages_{words[1]}"), words[2:]
     elif words[:2] == ["vision", "blocks"]:
-        path, words = ("vision", f"blocks_{words[2]}"), words[3:]
+        path, index, stack = ("vision", "blocks"), (int(words[2]),), (config.vision.num_hidden_layers,)
+        words = words[3:]
     else:
         return Place(tuple(words), (), ())
     if words[:2] == ["ffn", "experts"]:

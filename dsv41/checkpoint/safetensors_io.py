@@ -71,7 +71,9 @@ def check_rows(name: str, shape: tuple[int, ...], rows: slice | None) -> tuple[i
 
 
 @dataclasses.dataclass(frozen=True)
-class _Entry:
+class StoredTensor:
+    """Where a tensor lies: ``offset`` is its first byte in the file, ``dtype`` a key of :data:`NUMPY_DTYPES`."""
+
     file: pathlib.Path
     dtype: str
     shape: tuple[int, ...]
@@ -93,7 +95,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _entry(file: pathlib.Path, name: str, fields: Any, start: int, size: int) -> _Entry:
+def _entry(file: pathlib.Path, name: str, fields: Any, start: int, size: int) -> StoredTensor:
     """Checks one header entry; ``start`` is where the file's data begins, ``size`` the file's size."""
     try:
         dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -108,10 +110,10 @@ def _entry(file: pathlib.Path, name: str, fields: Any, start: int, size: int) ->
         raise CheckpointError(f"{file}: {name}: byte range {[begin, end]} for {nbytes} bytes of {dtype} {shape}")
     if start + end > size:
         raise CheckpointError(f"{file}: {name}: ends at byte {start + end}, the file is truncated at {size}")
-    return _Entry(file, dtype, tuple(shape), start + begin)
+    return StoredTensor(file, dtype, tuple(shape), start + begin)
 
 
-def read_header(file: pathlib.Path) -> dict[str, _Entry]:
+def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
     """The tensors of one file, by name.
 
     Raises:
@@ -138,7 +140,7 @@ def read_header(file: pathlib.Path) -> dict[str, _Entry]:
     return {name: _entry(file, name, fields, 8 + length, size) for name, fields in header.items()}
 
 
-def _read_index(directory: pathlib.Path) -> dict[str, _Entry]:
+def _read_index(directory: pathlib.Path) -> dict[str, StoredTensor]:
     index = directory / INDEX_FILE
     try:
         data = json.loads(index.read_text(), object_pairs_hook=_no_duplicates(index))
@@ -146,7 +148,7 @@ def _read_index(directory: pathlib.Path) -> dict[str, _Entry]:
         shards = sorted(set(weight_map.values()))
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: no JSON object with a weight_map ({error!r})") from error
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, StoredTensor] = {}
     for shard in shards:
         if not isinstance(shard, str) or pathlib.PurePath(shard).name != shard:
             raise CheckpointError(f"{index}: shard {shard!r} is not a plain file name")
@@ -206,13 +208,21 @@ class CheckpointReader:
         Raises:
           CheckpointError: no such tensor, rows outside it, or the file ends early.
         """
+        return _read_entry(name, self.locate(name), rows)
+
+    def locate(self, name: str) -> StoredTensor:
+        """Where a tensor's bytes lie, for readers that map the file.
+
+        Raises:
+          CheckpointError: no such tensor.
+        """
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.directory}: {name}: no such tensor")
-        return _read_entry(name, entry, rows)
+        return entry
 
 
-def _read_entry(name: str, entry: _Entry, rows: slice | None) -> np.ndarray:
+def _read_entry(name: str, entry: StoredTensor, rows: slice | None) -> np.ndarray:
     start, stop = check_rows(name, entry.shape, rows)
     shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
     out = np.empty(shape, NUMPY_DTYPES[entry.dtype])

@@ -129,9 +129,8 @@ def _weight_bytes(variables: Variables) -> int:
     """Bytes of all weights but the tables that a step reads a few rows of (embedding, Engram)."""
     params = dict(variables["params"])
     params.pop("embed")
-    for name in [n for n in params if n.startswith("engram_")]:
-        params[name] = {k: v for k, v in params[name].items() if k != "embed"}
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    read = {name: leaves for name, leaves in params.items() if not name.startswith("engram_table_")}
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
 
 
 def _matrix_parameters(model: Model) -> int:

@@ -1,7 +1,8 @@
 """Engram: hashed n-gram memory, added to the streams before a layer reads them (model.md, 'Engram').
 
 The addresses depend on tokens only. So everything but the gate (table rows, keys, values) is computed for all
-Engram layers before the first layer runs, and the loop over layers only applies the gate.
+Engram layers before the first of them runs, and the loop over layers only applies the gate. The table may lie outside
+the parameters: rows are then given to the step as the table stores them (:mod:`dsv41.engram`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from dsv41.layers.linear import Linear, declare
 from dsv41.settings import Settings
 from pallas_kernels.formats import FP8_E8M0, Packed
 from pallas_kernels.products import narrow
+
+EngramRows = dict[int, Packed]
+"""Rows given to a step, by Engram layer: leaves ``[batch, query, columns, width']`` as the table stores them."""
 
 _STATISTICS_EPS = 1e-20
 _GATE_FLOOR = 1e-6
@@ -37,7 +41,7 @@ class EngramInputs(NamedTuple):
     weight: jax.Array
 
 
-class EngramTable(nn.Module):
+class TableParameter(nn.Module):
     """The hashed table: ``rows`` of ``engram_head_dim`` values, FP8 with a power-of-two scale per 32."""
 
     settings: Settings
@@ -52,33 +56,29 @@ class EngramTable(nn.Module):
             self.weight = declare(self, "weight", (self.rows, width), self.settings.dtype, axes)
             self.scale = None
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """Rows of ids ``[..., columns]`` as ``[..., columns · width]`` in the activation dtype."""
-        rows = self.weight[ids]
-        if self.scale is not None:
-            rows = FP8_E8M0.decode(Packed(rows, self.scale[ids]), self.settings.dtype)
-        return rearrange(rows, "... columns width -> ... (columns width)")
+    def __call__(self, ids: jax.Array) -> Packed:
+        """Rows of ids ``[...]``, as stored: leaves ``[..., width']``."""
+        return Packed(self.weight[ids], None if self.scale is None else self.scale[ids])
 
 
 class Engram(nn.Module):
-    """One Engram layer: table, projection to C keys and a value, gate weights."""
+    """One Engram layer without its table: projection to C keys and a value, gate weights."""
 
     settings: Settings
-    rows: int
 
     def setup(self):
         text = self.settings.text
-        self.embed = EngramTable(self.settings, self.rows)
         features = text.engram_columns * text.engram_head_dim
         self.wkv = Linear(self.settings, (text.hc_mult + 1) * text.hidden_size, features, ("embed", None))
         shape = (text.hc_mult, text.hidden_size)
         self.q_weight = declare(self, "q_weight", shape, self.settings.dtype, (None, "embed"))
         self.k_weight = declare(self, "k_weight", shape, self.settings.dtype, (None, "embed"))
 
-    def __call__(self, ids: jax.Array) -> EngramInputs:
-        """Looks up and projects row ids ``[batch, query, columns]``."""
-        text = self.settings.text
-        projected = self.wkv(self.embed(ids))
+    def __call__(self, rows: Packed) -> EngramInputs:
+        """Projects table rows, leaves ``[batch, query, columns, width']``: FP8 with scales, or floats without."""
+        text, dtype = self.settings.text, self.settings.dtype
+        values = rows.payload.astype(dtype) if rows.scales is None else FP8_E8M0.decode(rows, dtype)
+        projected = self.wkv(rearrange(values, "b s columns width -> b s (columns width)"))
         keys, value = jnp.split(projected, [text.hc_mult * text.hidden_size], axis=-1)
         keys = rearrange(keys, "b s (c d) -> b s c d", c=text.hc_mult)
         return EngramInputs(keys, value, self.q_weight.astype(jnp.float32) * self.k_weight.astype(jnp.float32))

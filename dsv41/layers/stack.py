@@ -87,6 +87,11 @@ class Stack(nn.Module):
         return stack_plan(self.layers)
 
     @property
+    def before_engram(self) -> int:
+        """Groups before the first Engram; all of them without one."""
+        return next((i for i, group in enumerate(self.plan) if group.first_engram), len(self.plan))
+
+    @property
     def engram_layers(self) -> tuple[int, ...]:
         """Layers of this stack with an Engram before them."""
         inside = {layer.index for layer in self.layers}
@@ -127,16 +132,21 @@ class Stack(nn.Module):
             tap_slot=column(targets.index(i) if i in targets else len(targets) for i in rows),
         )
 
-    def __call__(self, flow: Flow, ring: Packed, step: Step) -> tuple[Flow, StackOutputs]:
-        """Runs all layers.
+    def __call__(
+        self, flow: Flow, ring: Packed, step: Step, first: int = 0, last: int | None = None
+    ) -> tuple[Flow, StackOutputs]:
+        """Runs the layers of groups ``first`` … ``last − 1``; by default all.
 
         Args:
-          ring: window entries before the step, in position order, leaves ``[layers, batch, W, width']``.
+          ring: window entries before the step, of all layers, leaves ``[layers, batch, W, width']``.
+
+        Returns:
+          the flow, and the outputs of the layers that ran.
         """
         inputs = self.inputs(ring)
         entries: list[Packed] = []
         projections: Tails = {}
-        for group, module in zip(self.plan, self.groups, strict=True):
+        for group, module in list(zip(self.plan, self.groups, strict=True))[first:last]:
             begin = group.start - self.layers[0].index
             flow, outputs = module(flow, _split(inputs, group, begin), step)
             entries.append(_join([out.entries for out in outputs], group))
@@ -150,6 +160,14 @@ class Stack(nn.Module):
             queries = step.positions.shape[1]
             entries.append(ring.map(lambda leaf: jnp.zeros((0, leaf.shape[1], queries, leaf.shape[3]), leaf.dtype)))
         return flow, StackOutputs(jax.tree.map(lambda *parts: jnp.concatenate(parts), *entries), projections)
+
+
+def join_outputs(before: StackOutputs, after: StackOutputs) -> StackOutputs:
+    """The outputs of a stack that ran in two parts."""
+    projections = dict(before.projections)
+    for ratio, new in after.projections.items():
+        projections[ratio] = concatenate(projections[ratio], new) if ratio in projections else new
+    return StackOutputs(concatenate(before.entries, after.entries), projections)
 
 
 def concatenate(*trees):

@@ -4,7 +4,7 @@
     row(n, head) = hash_n(t) mod prime(n, head) + offset(n, head)
 
 JAX runs without 64-bit integers, so the device computes the products as pairs of uint32 and the remainder digit
-by digit (Horner); :func:`hash_ids_host` is the same in numpy's int64.
+by digit (Horner); the ``_host`` functions are the same in numpy's int64.
 """
 
 from __future__ import annotations
@@ -201,3 +201,19 @@ def hash_ids_host(constants: NgramHash, lookback: np.ndarray, pad_id: int) -> np
     per_column = np.repeat(hashes, constants.heads, axis=-1)
     columns = (layers, *(1,) * (lookback.ndim - 1), constants.primes.shape[1])
     return (per_column % constants.primes.reshape(columns) + constants.offsets.reshape(columns)).astype(np.int32)
+
+
+def lookback_host(ids: np.ndarray, tail: np.ndarray) -> np.ndarray:
+    """:func:`lookback` on the host: int32 ``[batch, query, N]``."""
+    queries, reach = ids.shape[1], tail.shape[1]
+    history = np.concatenate([tail, ids], axis=1)
+    seen = [ids]
+    for i in range(1, reach + 1):
+        seen.append(np.where(seen[-1] < 0, BLOCKED, history[:, reach - i : reach - i + queries]))
+    return np.stack(seen, axis=-1).astype(np.int32)
+
+
+def next_tail_host(ids: np.ndarray, tail: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """:func:`next_tail` on the host: int32 ``[batch, N - 1]``."""
+    history = np.concatenate([tail, ids], axis=1)
+    return np.take_along_axis(history, count[:, None] + np.arange(tail.shape[1]), axis=1).astype(np.int32)
