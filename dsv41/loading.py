@@ -21,8 +21,10 @@ from dsv41.checkpoint import (
     load_checkpoint,
 )
 from dsv41.config import ModelConfig
+from dsv41.layers.dspark import Drafter
 from dsv41.model import Model, TokenBatch
 from dsv41.state.request import create_state
+from dsv41.state.ring import create_ring
 from dsv41.steps.prefill import Variables
 from dsv41.tokens.compression import token_map
 from dsv41.tokens.tokenizer import Tokenizer
@@ -60,6 +62,27 @@ def load_variables(
     params = load_checkpoint(source, stored or model.settings.config, abstract_variables(model), progress)
     # On the device that holds the parameters: arrays that are bound to no device would compile every step twice.
     return {"params": params, "constants": {"token_map": jax.device_put(ids, jax.local_devices()[0])}}
+
+
+def abstract_drafter(drafter: Drafter) -> ParameterTree:
+    """Shapes and dtypes of the drafter's parameters, see :func:`abstract_variables`."""
+    settings, text = drafter.settings, drafter.settings.text
+    taps = jax.ShapeDtypeStruct((len(text.dspark_target_layer_ids), 1, 1, text.hidden_size), settings.dtype)
+    block = jax.ShapeDtypeStruct((1, text.dspark_block_size, text.hidden_size), settings.dtype)
+    ring = jax.eval_shape(functools.partial(create_ring, settings, text.num_nextn_predict_layers, 1))
+    init = functools.partial(drafter.init, method="declare_all")
+    return nn.meta.unbox(jax.eval_shape(init, jax.random.key(0), taps, block, ring))["params"]
+
+
+def load_drafter(
+    drafter: Drafter,
+    source: TensorSource,
+    progress: Callable[[LoadProgress], None] | None = None,
+    stored: ModelConfig | None = None,
+) -> Variables:
+    """The variables of a drafter; arguments and errors as of :func:`load_variables`."""
+    target = {"dspark": abstract_drafter(drafter)}
+    return {"params": load_checkpoint(source, stored or drafter.settings.config, target, progress)["dspark"]}
 
 
 def random_variables(model: Model, seed: int, tokenizer: Tokenizer | None) -> Variables:

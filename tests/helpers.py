@@ -160,7 +160,7 @@ def exact(
 ) -> tuple[ModelState, np.ndarray]:
     """One chunk of every named slot through all layers; logits ``[slots, vocab]`` of the last live tokens."""
     rows = jnp.arange(SLOTS, dtype=jnp.int32)
-    state, logits = exact_chunk(model, variables, state, rows, chunk(tokens, width, padding))
+    state, logits, _ = exact_chunk(model, variables, state, rows, chunk(tokens, width, padding))
     return state, np.asarray(logits)
 
 

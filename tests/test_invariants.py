@@ -91,7 +91,7 @@ def test_the_decoders_replay_appends_nothing(rounded: ModelAndVariables):
         model, variables, poison_contents(fresh_state(model.settings)), ALL_SLOTS, prompts, ONE_CHUNK
     )
     before = copied(state)
-    state, _ = replay_decoder(model, variables, state, jnp.arange(SLOTS, dtype=jnp.int32), tail)
+    state, _, _ = replay_decoder(model, variables, state, jnp.arange(SLOTS, dtype=jnp.int32), tail)
     for name in ("memory", "page_table", "encoder_ring", "tails", "ngram_tail", "length"):
         assert _all_bytes(getattr(state, name)) == _all_bytes(getattr(before, name)), name
 
@@ -136,7 +136,7 @@ def test_a_hit_with_lost_rings_writes_only_what_is_new(rounded: ModelAndVariable
     assert new == (total - cached) * bytes_per_token(model.settings)
 
     # What lies beyond the query in its pages is invisible: the same bytes come out as without it.
-    state, logits = replay_decoder(model, variables, state, jnp.arange(SLOTS, dtype=jnp.int32), tail)
+    state, logits, _ = replay_decoder(model, variables, state, jnp.arange(SLOTS, dtype=jnp.int32), tail)
     assert np.isfinite(logits).all()
     clean, _ = exact(
         model, variables, poison_contents(fresh_state(model.settings)), dict.fromkeys(ALL_SLOTS, PROMPT[:cached])
@@ -394,7 +394,7 @@ def test_replay_and_exact_leave_the_same_global_memory(rounded: ModelAndVariable
     replayed, tail = encode_prompts(
         model, variables, fresh_state(model.settings), ALL_SLOTS, list(prompts.values()), ONE_CHUNK
     )
-    replayed, _ = replay_decoder(model, variables, replayed, jnp.arange(SLOTS, dtype=jnp.int32), tail)
+    replayed, _, _ = replay_decoder(model, variables, replayed, jnp.arange(SLOTS, dtype=jnp.int32), tail)
     assert _all_bytes(replayed.memory) == _all_bytes(state.memory)
     for slot in ALL_SLOTS:
         left, right = owned(replayed, slot), owned(state, slot)

@@ -11,7 +11,7 @@ from einops import rearrange
 
 from dsv41.layer_table import LayerKind, Mode
 from dsv41.layers.compressor import Compressor
-from dsv41.layers.flow import Flow, LayerInputs, Step
+from dsv41.layers.flow import Flow, LayerInputs, RotaryTable, Step
 from dsv41.layers.indexer import Indexer
 from dsv41.layers.linear import Linear, RMSNorm, declare, declare_matrix
 from dsv41.numerics.rotary import rotate
@@ -105,10 +105,8 @@ class Attention(nn.Module):
         """
         text, formats = self.settings.text, self.settings.formats
         rope = step.rope_window if self.kind.mode is Mode.WINDOW else step.rope_csa
-        low_rank = self.q_norm(self.wq_a(x))
-        queries = rearrange(self.wq_b(low_rank), "b s (h d) -> b s h d", h=text.num_attention_heads)
-        queries = rotate(queries, jax.tree.map(lambda t: t[:, :, None], rope))
-        entries = formats.window.encode(rotate(self.kv_norm(self.wkv(x)), rope))
+        queries, low_rank = self.queries(x, rope)
+        entries = self.window_entries(x, rope)
 
         if self.kind.selects:
             flow = self.indexer.select(x, low_rank, flow, inputs, step)
@@ -117,10 +115,9 @@ class Attention(nn.Module):
             pool, page_table = source_view(flow.memory[self.kind.ratio].main, step.page_table, inputs.source_slot)
             chosen = flow.selection
 
-        local = inputs.ring.map(lambda ring, new: jnp.concatenate([ring, new], axis=1), entries)
         heads = sparse_attention(
             queries,
-            local,
+            step.local_entries(inputs.ring, entries),
             formats.window,
             step.local_valid,
             pool,
@@ -128,9 +125,27 @@ class Attention(nn.Module):
             page_table,
             chosen,
             self.attn_sink,
+            step.rotation,
             window=text.sliding_window,
             scale=text.head_dim**-0.5,
             probability_dtype=self.settings.dtype,
         )
-        heads = rotate(heads, jax.tree.map(lambda t: t[:, :, None], rope), inverse=True)
-        return flow, AttentionOutput(self.wo_b(self.wo_a(heads)), entries)
+        return flow, AttentionOutput(self.output(heads, rope), entries)
+
+    def queries(self, x: jax.Array, rope: RotaryTable) -> tuple[jax.Array, jax.Array]:
+        """Rotated queries ``[batch, query, heads, head_dim]`` of ``[batch, query, d]``, and their low-rank form."""
+        low_rank = self.q_norm(self.wq_a(x))
+        queries = rearrange(self.wq_b(low_rank), "b s (h d) -> b s h d", h=self.settings.text.num_attention_heads)
+        return rotate(queries, _over_heads(rope)), low_rank
+
+    def window_entries(self, x: jax.Array, rope: RotaryTable) -> Packed:
+        """Rotated and packed window entries ``[batch, query, width']`` of ``[batch, query, d]``."""
+        return self.settings.formats.window.encode(rotate(self.kv_norm(self.wkv(x)), rope))
+
+    def output(self, heads: jax.Array, rope: RotaryTable) -> jax.Array:
+        """The heads' outputs ``[batch, query, heads, head_dim]``, rotated back, to ``[batch, query, d]``."""
+        return self.wo_b(self.wo_a(rotate(heads, _over_heads(rope), inverse=True)))
+
+
+def _over_heads(rope: RotaryTable) -> RotaryTable:
+    return jax.tree.map(lambda t: t[:, :, None], rope)

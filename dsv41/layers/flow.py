@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from dsv41.layers.engram import EngramInputs
@@ -39,7 +40,8 @@ class LayerInputs:
     """One layer's share of the state and its place in the tables; loops slice it along the layers.
 
     Attributes:
-      ring: window entries before the step, in position order, ``[batch, W, width']``.
+      ring: window entries before the step, ``[batch, W, width']`` in position order, or ``[batch, W + query,
+        width']`` in the columns of :attr:`Step.order`.
       source_slot: int32, the KV source among those of its ratio.
       index_slot: int32, the index source among all (only read with forced selections).
       engram_slot: int32, the Engram before this layer, −1 without.
@@ -92,7 +94,10 @@ class Step:
       valid: bool ``[batch, query]``.
       write_from: int32 ``[batch]``; groups that begin below it are in the memory already (a replayed prefix).
       page_table: int32 ``[batch, table_pages]``.
-      local_valid: bool ``[batch, W + query]``, which entries of [ring ‖ step] are live.
+      local_valid: bool ``[batch, W + query]``, which local entries are live: [ring ‖ step], or as ``order`` says.
+      order: int32 ``[batch, W + query]``, in a short step: the place in [ring ‖ step] of what stands in each column.
+        Position p stands in column p mod (W + query), so that sums over the window round alike wherever in the step a
+        token stands. None in a long step, whose columns are in order.
       is_image: bool ``[batch, query]``, positions of image spans.
       rope_window, rope_csa: rotary tables of the positions, ``[batch, query, R/2]`` each.
       tails: compressor tails before the step.
@@ -107,9 +112,26 @@ class Step:
     write_from: jax.Array
     page_table: jax.Array
     local_valid: jax.Array
+    order: jax.Array | None
     is_image: jax.Array
     rope_window: RotaryTable
     rope_csa: RotaryTable
     tails: Tails
     engram: EngramInputs | None
     forced: ForcedSelection | None = None
+
+    def local_entries(self, ring: Packed, new: Packed) -> Packed:
+        """The window entries that the step's tokens see: ``ring`` of a layer with the step's ``new`` ones."""
+        if self.order is None:
+            return ring.map(lambda old, fresh: jnp.concatenate([old, fresh], axis=1), new)
+        index = (self.order - (self.order.shape[1] - self.positions.shape[1]))[..., None]
+
+        def placed(old: jax.Array, fresh: jax.Array) -> jax.Array:
+            return jnp.where(index >= 0, jnp.take_along_axis(fresh, jnp.maximum(index, 0), axis=1), old)
+
+        return ring.map(placed, new)
+
+    @property
+    def rotation(self) -> jax.Array | None:
+        """Column of the earliest entry int32 ``[batch]``; None where columns are in order."""
+        return None if self.order is None else -self.order[:, 0] % self.order.shape[1]

@@ -33,20 +33,15 @@ def create_ring(settings: Settings, layers: int, batch: int) -> Ring:
     )
 
 
-def in_position_order(ring: Ring, start: jax.Array) -> tuple[Packed, jax.Array]:
-    """The entries of positions start − W … start − 1 in that order, and which of them are there.
-
-    Args:
-      start: int32 ``[batch]``, the first position of the step.
+def entries_at(ring: Ring, positions: jax.Array) -> tuple[Packed, jax.Array]:
+    """The entries of positions int32 ``[batch, n]``, and which of them are there.
 
     Returns:
-      leaves ``[layers, batch, W, width']`` and bool ``[batch, W]``.
+      leaves ``[layers, batch, n, width']`` and bool ``[batch, n]``.
     """
-    window = ring.positions.shape[1]
-    wanted = start[:, None] - window + jnp.arange(window, dtype=jnp.int32)
-    slots = wanted % window
+    slots = positions % ring.positions.shape[1]
     entries = ring.entries.map(lambda leaf: jnp.take_along_axis(leaf, slots[None, :, :, None], axis=2))
-    held = (wanted >= 0) & (jnp.take_along_axis(ring.positions, slots, axis=1) == wanted)
+    held = (positions >= 0) & (jnp.take_along_axis(ring.positions, slots, axis=1) == positions)
     return entries, held
 
 

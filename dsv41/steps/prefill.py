@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from dsv41.layers.engram import EngramRows
 from dsv41.model import Decoded, Model, TokenBatch
 from dsv41.state.request import (
     ModelState,
@@ -35,18 +36,23 @@ def last_live(values: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def encode_and_commit(
-    model: Model, variables: Variables, state: ModelState, batch: TokenBatch, write_from: jax.Array | None = None
+    model: Model,
+    variables: Variables,
+    state: ModelState,
+    batch: TokenBatch,
+    write_from: jax.Array | None = None,
+    engram_rows: EngramRows | None = None,
 ) -> tuple[ModelState, Segment]:
     """An encoder pass and its effect on the state."""
-    segment, delta = model.apply(variables, state, batch, write_from, method="encode")
+    segment, delta = model.apply(variables, state, batch, write_from, engram_rows=engram_rows, method="encode")
     return commit_encoder(state, delta, batch.count), segment
 
 
 def decode_and_commit(
-    model: Model, variables: Variables, state: ModelState, segment: Segment
+    model: Model, variables: Variables, state: ModelState, segment: Segment, engram_rows: EngramRows | None = None
 ) -> tuple[ModelState, Decoded]:
     """A decoder pass and its effect on the state."""
-    decoded = model.apply(variables, state, segment, method="decode")
+    decoded = model.apply(variables, state, segment, engram_rows=engram_rows, method="decode")
     return commit_decoder(state, decoded.entries, segment.start, segment.count), decoded
 
 
@@ -59,6 +65,7 @@ def encode_chunk(
     tail: Segment,
     batch: TokenBatch,
     write_from: jax.Array,
+    engram_rows: EngramRows | None = None,
 ) -> tuple[ModelState, Segment]:
     """Passes one chunk of some requests through the encoder (the decoder's global entries included).
 
@@ -68,39 +75,59 @@ def encode_chunk(
       tail: the last encoder outputs before the chunk; donated.
       batch: ``[rows, chunk]`` tokens.
       write_from: int32 ``[rows]``, positions below it have their global entries already.
+      engram_rows: what the encoder's Engrams look up for the chunk, ``[rows, chunk, …]``; None where the tables are
+        parameters.
 
     Returns:
       the state and the encoder tail after the chunk.
     """
-    part, segment = encode_and_commit(model, variables, select_requests(state, rows), batch, write_from)
+    part, segment = encode_and_commit(model, variables, select_requests(state, rows), batch, write_from, engram_rows)
     return update_requests(state, rows, part), extend_segment(tail, segment)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def replay_decoder(
-    model: Model, variables: Variables, state: ModelState, rows: jax.Array, tail: Segment
-) -> tuple[ModelState, jax.Array]:
+    model: Model,
+    variables: Variables,
+    state: ModelState,
+    rows: jax.Array,
+    tail: Segment,
+    engram_rows: EngramRows | None = None,
+) -> tuple[ModelState, jax.Array, jax.Array]:
     """Passes the encoder tail through the decoder, window attention cut at its start; appends nothing.
 
+    Args:
+      engram_rows: what the decoder's Engrams look up for the tail; None where the tables are parameters.
+
     Returns:
-      the state (donated) with fresh decoder rings, and logits ``[rows, vocab]`` of the last position.
+      the state (donated) with fresh decoder rings, logits ``[rows, vocab]`` of the last position, and taps
+      ``[targets, rows, tail, d]`` for a drafter.
     """
     part = forget_decoder(select_requests(state, rows))
-    part, decoded = decode_and_commit(model, variables, part, tail)
+    part, decoded = decode_and_commit(model, variables, part, tail, engram_rows)
     logits = model.apply(variables, last_live(decoded.hidden, tail.count), method="logits")
-    return update_requests(state, rows, part), logits
+    return update_requests(state, rows, part), logits, decoded.taps
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def exact_chunk(
-    model: Model, variables: Variables, state: ModelState, rows: jax.Array, batch: TokenBatch
-) -> tuple[ModelState, jax.Array]:
+    model: Model,
+    variables: Variables,
+    state: ModelState,
+    rows: jax.Array,
+    batch: TokenBatch,
+    engram_rows: EngramRows | None = None,
+) -> tuple[ModelState, jax.Array, jax.Array]:
     """Passes one chunk through all layers.
 
+    Args:
+      engram_rows: what all Engrams look up for the chunk; None where the tables are parameters.
+
     Returns:
-      the state (donated), and logits ``[rows, vocab]`` of each row's last live token.
+      the state (donated), logits ``[rows, vocab]`` of each row's last live token, and taps
+      ``[targets, rows, chunk, d]`` for a drafter.
     """
-    part, segment = encode_and_commit(model, variables, select_requests(state, rows), batch)
-    part, decoded = decode_and_commit(model, variables, part, segment)
+    part, segment = encode_and_commit(model, variables, select_requests(state, rows), batch, engram_rows=engram_rows)
+    part, decoded = decode_and_commit(model, variables, part, segment, engram_rows)
     logits = model.apply(variables, last_live(decoded.hidden, batch.count), method="logits")
-    return update_requests(state, rows, part), logits
+    return update_requests(state, rows, part), logits, decoded.taps

@@ -26,7 +26,6 @@ from dsv41.verification.table import (
     reported,
     row_errors,
     same_sets,
-    skipped,
 )  # fmt: skip
 
 SLOTS = 2
@@ -233,18 +232,3 @@ def _hashes(group: str, golden: Golden, case: str, name: str, value: np.ndarray)
     ours = np.moveaxis(np.asarray(hash_ids(ngram_hash(text), seen, golden.token_map[text.engram_pad_token_id])), 0, 2)
     ours = ours[:, :prompt] if ".prefill." in name else np.moveaxis(ours[:, prompt:], 1, 0)[:, :, None]
     return at_most(group, name, "ids that differ", int(np.sum(ours != value)), 0)
-
-
-def skipped_rows(group: str, golden: Golden, set_name: str, cases: tuple[str, ...]) -> list[Row]:
-    """Names of the set that belong to parts which are not built yet."""
-    prefixes = {
-        "dspark": "the DSpark drafter is not built yet",
-        "vit_out": "the vision tower is not built yet",
-        "image_rows": "the vision tower is not built yet",
-    }
-    rows = []
-    for part, reason in prefixes.items():
-        names = [n for n in golden.tensors(set_name) if n.split(".")[0] in cases and f".{part}" in n]
-        if names:
-            rows.append(skipped(group, f"*.{part}* ({len(names)} tensors)", reason))
-    return rows

@@ -10,7 +10,8 @@ import numpy as np
 from dsv41.checkpoint import CheckpointReader
 from dsv41.checkpoint.safetensors_io import read_tensors
 from dsv41.config import ModelConfig, load_config
-from dsv41.loading import checkpoint_token_map, load_variables, model_tokenizer
+from dsv41.layers.dspark import Drafter
+from dsv41.loading import checkpoint_token_map, load_drafter, load_variables, model_tokenizer
 from dsv41.model import Model
 from dsv41.steps.prefill import Variables
 
@@ -54,6 +55,10 @@ class Golden:
         """The checkpoint's weights as the model stores them, and the token map."""
         reader, stored = CheckpointReader(self.weights), load_config(self.weights)
         return load_variables(model, reader, self.token_map, stored=stored)
+
+    def drafter_variables(self, drafter: Drafter) -> Variables:
+        """The checkpoint's weights of the drafter."""
+        return load_drafter(drafter, CheckpointReader(self.weights), stored=load_config(self.weights))
 
     @functools.cached_property
     def token_map(self) -> np.ndarray:

@@ -6,21 +6,23 @@ from collections.abc import Callable, Mapping
 
 import jax
 
+from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
 from dsv41.settings import Settings
-from dsv41.verification.end_to_end import compare_all, compare_case, run_case, skipped_rows
+from dsv41.verification.dspark import Drafting, compare_anchors, compare_drafts, compare_rings
+from dsv41.verification.end_to_end import compare_all, compare_case, run_case
 from dsv41.verification.golden import Golden
 from dsv41.verification.layerwise import compare_layers
 from dsv41.verification.limits import REPLAY_ROUNDED, STRICT, Limits, rounded_limits
 from dsv41.verification.replay import compare_replay
 from dsv41.verification.table import Row, skipped
+from dsv41.verification.vision import compare_pictures
 
 PAGE_TOKENS = 8
 """Small pages, so that the short goldens spread over many."""
 
 NOT_BUILT = {
     "expected_grad": "gradients of the training forward are not built yet",
-    "expected_dspark": "the DSpark drafter is not built yet",
 }
 
 
@@ -32,6 +34,15 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
     """
     rows: list[Row] = []
     variables: Mapping | None = None
+    drafter_variables: Mapping | None = None
+
+    def drafting(cache_rounding: bool) -> Drafting:
+        nonlocal drafter_variables
+        backbone, weights = model(cache_rounding)
+        drafter = Drafter(backbone.settings)
+        if drafter_variables is None:
+            drafter_variables = golden.drafter_variables(drafter)
+        return Drafting(backbone, drafter, weights, drafter_variables)
 
     def model(cache_rounding: bool) -> tuple[Model, Mapping]:
         nonlocal variables
@@ -46,6 +57,8 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
             progress("rounding off, free selection")
             run = run_case(*model(False), golden, "A")
             rows += compare_case("rounding off", golden, "expected_noquant", "A", run, STRICT)
+            if "A.dspark.logits" in golden.tensors("expected_noquant"):
+                rows += compare_drafts("drafts, rounding off", golden, "expected_noquant", drafting(False), run, STRICT)
         if golden.has("expected"):
             runs = {}
             for case in _cases(golden):
@@ -58,13 +71,24 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
             rows += compare_case("rounding on, selection forced", golden, "expected", "A", forced, Limits())
             progress("layer by layer")
             rows += compare_layers(golden, *model(True))
-            rows += skipped_rows("rounding on", golden, "expected", _cases(golden))
+            if "A.dspark.logits" in golden.tensors("expected"):
+                progress("drafts, rounding on")
+                limits = rounded_limits(golden.config)
+                rows += compare_drafts("drafts, rounding on", golden, "expected", drafting(True), runs["A"], limits)
+                rows += compare_rings("drafts, rounding on", golden, drafting(True))
+            progress("pictures")
+            rows += compare_pictures("pictures", golden, _cases(golden))
         if golden.has("expected_replay"):
             progress("replay, rounding off")
             rows += compare_replay("replay, rounding off", golden, *model(False), "", STRICT)
             progress("replay, rounding on")
             rows += compare_replay("replay, rounding on", golden, *model(True), "quant.", REPLAY_ROUNDED)
-    known = {"expected", "expected_noquant", "expected_replay"}
+        if golden.has("expected_dspark"):
+            progress("teacher-forced drafts")
+            rows += compare_anchors("teacher-forced drafts", golden, drafting(False), "", STRICT)
+            limits = rounded_limits(golden.config)
+            rows += compare_anchors("teacher-forced drafts", golden, drafting(True), "quant.", limits)
+    known = {"expected", "expected_noquant", "expected_replay", "expected_dspark"}
     for name in golden.sets:
         if name not in known:
             rows.append(skipped(name, "all tensors", NOT_BUILT.get(name, "no comparison is known for this set")))

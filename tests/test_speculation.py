@@ -1,0 +1,232 @@
+"""Verification and rollback: what a step leaves behind is what plain decoding of the accepted tokens leaves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv41.checkpoint import CheckpointReader, RandomSource
+from dsv41.config import load_config
+from dsv41.layers.dspark import Drafter
+from dsv41.loading import checkpoint_variables, load_drafter
+from dsv41.model import Model, TokenBatch
+from dsv41.settings import Settings
+from dsv41.state.request import ModelState, create_sequential_state
+from dsv41.state.ring import Ring, create_ring
+from dsv41.steps.acceptance import Rule
+from dsv41.steps.draft import seed_drafter
+from dsv41.steps.prefill import exact_chunk
+from dsv41.steps.sampling import Sampler, create_sampler
+from dsv41.steps.verify import Verification, verify_step
+from tests.conftest import GOLDEN, PAGE_TOKENS
+from tests.helpers import SMALL_LAYOUT, assert_same_bytes, copied, owned, random_model, random_tokens
+
+# Every number of drafts with every number of accepted ones, each in a row of its own.
+CASES = tuple((k, a) for k in range(1, 6) for a in range(k + 1))
+BATCH, DRAFTS = len(CASES), 5
+LAYOUT = SMALL_LAYOUT | {
+    "sliding_window": 128,
+    "num_nextn_predict_layers": 2,
+    "compress_ratios": (2, 2, 1, 1, 0, 0),
+    "dspark_target_layer_ids": (1, 2, 3),
+}
+START, LAST = 119, 136
+"""Positions at which blocks are verified: both parities, the ring's wrap at 128, page ends at 120, 128 and 136."""
+
+
+class Snapshot(NamedTuple):
+    """A moment of the plain decoding of all rows."""
+
+    state: ModelState
+    ring: Ring
+    sampler: Sampler
+
+
+class Trajectory(NamedTuple):
+    model: Model
+    variables: dict
+    drafter: Drafter
+    drafter_variables: dict
+    snapshots: list[Snapshot]
+
+    def verify(
+        self, now: Snapshot, drafts: np.ndarray, depth: np.ndarray, active: np.ndarray | None = None
+    ) -> tuple[Snapshot, Verification]:
+        """A verify step from a snapshot, which stays as it is."""
+        active = np.ones(BATCH, bool) if active is None else active
+        state, sampler, outcome = verify_step(
+            self.model,
+            Rule.COUPLED,
+            self.variables,
+            copied(now.state),
+            copied(now.sampler),
+            jnp.asarray(drafts, jnp.int32),
+            None,
+            jnp.asarray(depth, jnp.int32),
+            jnp.asarray(active),
+        )
+        rows = jnp.arange(BATCH, dtype=jnp.int32)
+        ring = seed_drafter(
+            self.drafter,
+            self.drafter_variables,
+            copied(now.ring),
+            rows,
+            outcome.taps,
+            outcome.start,
+            outcome.consumed,
+        )
+        return Snapshot(state, ring, sampler), outcome
+
+
+def begin(model: Model, tokens: int, temperature: float) -> Snapshot:
+    """Empty requests with room for so many tokens, every one with a seed and a pending token of its own."""
+    settings = model.settings
+    state = create_sequential_state(settings, BATCH, tokens)
+    ring = create_ring(settings, settings.text.num_nextn_predict_layers, BATCH)
+    ring, sampler = jax.device_put((ring, create_sampler(BATCH)), jax.local_devices()[0])
+    sampler = sampler.replace(
+        pending=jnp.asarray(random_tokens(4, BATCH)),
+        seed=jnp.arange(BATCH, dtype=jnp.uint32),
+        temperature=jnp.full((BATCH,), temperature, jnp.float32),
+    )
+    return Snapshot(state, ring, sampler)
+
+
+def decode_on(run: Trajectory, steps: int) -> Trajectory:
+    """Appends plain decoding (verification of no drafts) to a trajectory."""
+    nothing = np.zeros((BATCH, DRAFTS), np.int32), np.zeros(BATCH, np.int32)
+    for _ in range(steps):
+        run.snapshots.append(run.verify(run.snapshots[-1], *nothing)[0])
+    return run
+
+
+def trajectory(temperature: float) -> Trajectory:
+    """Plain decoding after different prompts, from START to beyond LAST."""
+    model, variables = random_model(True, **LAYOUT)
+    drafter = Drafter(model.settings)
+    drafter_variables = load_drafter(drafter, RandomSource(model.settings.config, 3))
+    state, ring, sampler = begin(model, LAST + 2 * DRAFTS + 2, temperature)
+    rows = jnp.arange(BATCH, dtype=jnp.int32)
+    batch = TokenBatch(jnp.asarray(random_tokens(5, BATCH, START)), jnp.full((BATCH,), START, jnp.int32))
+    state, logits, taps = exact_chunk(model, variables, state, rows, batch)
+    zeros = jnp.zeros((BATCH,), jnp.int32)
+    ring = seed_drafter(drafter, drafter_variables, ring, rows, taps, zeros, batch.count)
+    sampler = sampler.replace(pending=jnp.argmax(logits, -1).astype(jnp.int32))
+    run = Trajectory(model, variables, drafter, drafter_variables, [Snapshot(state, ring, sampler)])
+    return decode_on(run, LAST - START + DRAFTS + 1)
+
+
+@pytest.fixture(scope="module")
+def forty_layers() -> Trajectory:
+    """The official layout with the official formats, from position 0 to beyond two turns of its ring of 16."""
+    config = load_config(GOLDEN / "tiny40" / "fp8")
+    model = Model(Settings.default(config, page_tokens=PAGE_TOKENS))
+    drafter, reader = Drafter(model.settings), CheckpointReader(GOLDEN / "tiny40" / "fp8")
+    variables = checkpoint_variables(model, GOLDEN / "tiny40" / "fp8", None)
+    start = begin(model, 48, 0.0)
+    run = Trajectory(model, variables, drafter, load_drafter(drafter, reader), [start])
+    return decode_on(run, 34 + DRAFTS + 1)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Trajectory:
+    return trajectory(0.0)
+
+
+@pytest.fixture(scope="module")
+def warm() -> Trajectory:
+    """The same at a temperature, every request with a seed of its own."""
+    return trajectory(0.8)
+
+
+def everything(now: Snapshot, row: int) -> dict[str, np.ndarray]:
+    """All bytes on which the row's future depends: model state, drafter ring, sampler."""
+    parts = owned(now.state, row)
+    positions = np.asarray(now.ring.positions[row])
+    parts["drafter positions"] = positions
+    for i, leaf in enumerate(jax.tree.leaves(now.ring.entries)):
+        parts[f"drafter ring {i}"] = np.asarray(leaf)[:, row, positions >= 0]
+    for name in ("pending", "counter"):
+        parts[name] = np.asarray(getattr(now.sampler, name)[row])
+    return parts
+
+
+def on_host(now: Snapshot) -> Snapshot:
+    return jax.tree.map(np.asarray, now)
+
+
+def next_tokens(run: Trajectory, step: int, count: int = DRAFTS) -> np.ndarray:
+    """The tokens that plain decoding takes next after a snapshot's pending ones, ``[batch, count]``."""
+    return np.stack([np.asarray(run.snapshots[step + 1 + i].sampler.pending) for i in range(count)], axis=1)
+
+
+def spoilt(truth: np.ndarray, accept: np.ndarray) -> np.ndarray:
+    """Drafts ``[batch, drafts]`` that are right up to ``accept`` [batch] and wrong from there on."""
+    return np.where(np.arange(DRAFTS) >= accept[:, None], (truth + 1) % 490, truth)
+
+
+def check_every_accept_length(run: Trajectory, steps: range) -> None:
+    """All (k, a) in one batch, after each of some plain steps: equal to the byte."""
+    host = [on_host(snapshot) for snapshot in run.snapshots]
+    depth, accept = (np.array(column) for column in zip(*CASES, strict=True))
+    for step in steps:
+        truth = next_tokens(run, step, DRAFTS + 1)
+        drafts = spoilt(truth[:, :DRAFTS], accept)
+        after, outcome = run.verify(run.snapshots[step], drafts, depth)
+        np.testing.assert_array_equal(outcome.accepted, accept)
+        after = on_host(after)
+        for row, a in enumerate(accept):
+            assert_same_bytes(everything(after, row), everything(host[step + a + 1], row))
+            assert outcome.tokens[row].tolist() == [*truth[row, : a + 1], *[-1] * (DRAFTS - a)]
+
+
+def test_every_accept_length_leaves_the_state_of_plain_decoding(plain: Trajectory):
+    """At every position around the ring's wrap and the page ends."""
+    check_every_accept_length(plain, range(LAST - START))
+
+
+@pytest.mark.parametrize("position", [0, 1, 14, 15, 31, 32, 33])
+def test_every_accept_length_in_forty_layers(forty_layers: Trajectory, position: int):
+    """Four sources, forty rings, three tails, three drafter rings: at the start, and around two turns of the rings."""
+    check_every_accept_length(forty_layers, range(position, position + 1))
+
+
+def test_every_accept_length_at_a_temperature(warm: Trajectory):
+    """The coupled rule draws what plain decoding draws, so the state is the same there too."""
+    check_every_accept_length(warm, range(8, 10))
+
+
+def test_the_next_block_after_a_rollback(plain: Trajectory):
+    """Rejected rows of one block are gone in the next: two blocks of drafts, partly wrong, and then plain steps."""
+    depth, accept = (np.array(column) for column in zip(*CASES, strict=True))
+    step = 7
+    now, reached = plain.snapshots[step], np.zeros(BATCH, int)
+    for length in (accept, np.zeros(BATCH, int)):
+        truth = np.stack([next_tokens(plain, step + r)[row] for row, r in enumerate(reached)])
+        drafts = spoilt(truth, length)
+        now, _ = plain.verify(now, drafts, depth)
+        reached += length + 1
+    after = on_host(now)
+    for row, r in enumerate(reached):
+        assert_same_bytes(everything(after, row), everything(on_host(plain.snapshots[step + r]), row))
+
+
+def test_inactive_requests_do_not_move(plain: Trajectory):
+    active = np.arange(BATCH) % 3 != 0
+    drafts = next_tokens(plain, 4)
+    after, outcome = plain.verify(plain.snapshots[4], drafts, np.full(BATCH, DRAFTS), active)
+    before, after = on_host(plain.snapshots[4]), on_host(after)
+    for row in np.flatnonzero(~active):
+        assert_same_bytes(everything(after, row), everything(before, row))
+    np.testing.assert_array_equal(outcome.consumed, np.where(active, DRAFTS + 1, 0))
+
+
+def test_a_request_does_not_depend_on_the_depth_of_others(plain: Trajectory):
+    drafts = next_tokens(plain, 9)
+    together, _ = plain.verify(plain.snapshots[9], drafts, np.arange(BATCH) % (DRAFTS + 1))
+    alone, _ = plain.verify(plain.snapshots[9], drafts, np.where(np.arange(BATCH) == 8, 8 % (DRAFTS + 1), 0))
+    assert_same_bytes(everything(on_host(together), 8), everything(on_host(alone), 8))
