@@ -48,9 +48,12 @@ def _is_user_error(error: Exception) -> bool:
     from dsv41.commands.options import OptionError
     from dsv41.config import ConfigError
     from dsv41.inference.requests import RequestError
+    from dsv41.pictures.files import PictureError
+    from dsv41.tokens.chat import ChatError
     from dsv41.verification.golden import GoldenError
 
-    return isinstance(error, CheckpointError | ConfigError | GoldenError | OptionError | RequestError | OSError)
+    kinds = (CheckpointError, ChatError, ConfigError, GoldenError, OptionError, PictureError, RequestError, OSError)
+    return isinstance(error, kinds)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from dsv41 import cli
 from dsv41.commands import inspect
 from dsv41.inference.engine import Engine
 from dsv41.inference.requests import Request
+from dsv41.tokens.chat import ChatFormat
 from tests.fixtures_engine import DEFAULT_OPTIONS, GOLDEN, MINI8_OPTIONS
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -188,6 +190,7 @@ def test_generate_with_the_embedded_model(run, default_engine, tmp_path):
         (["--stop", ""], "stop: "),
         (["--max-new-tokens", "9000"], "max_new_tokens: 9000 after a prompt of 2 tokens exceed the 8192 positions"),
         (["--max-length", "9000"], "max_length: 9000 exceeds max_position_embeddings 8192"),
+        (["--speculative", "6"], r"--speculative: 6 is outside 1 … 5 \(dspark_block_size\)"),
         (["--weights", "packed"], "--weights packed: the model's weights are not quantised"),
         (["--out", "x.jsonl"], "--prompts and --out belong together"),
         (["--checkpoint", str(MINI8)], "prompt: 'a' cannot be read: the model's vocabulary of 512 tokens"),
@@ -198,6 +201,55 @@ def test_generate_refuses_before_it_makes_an_engine(run, monkeypatch, argv, mess
     monkeypatch.setattr(Engine, "random", None)
     monkeypatch.setattr(Engine, "from_checkpoint", None)
     assert_refused(run("generate", "--prompt", "a", *argv), message)
+
+
+def test_speculation_is_reported(run, tmp_path):
+    prompts = write_lines(tmp_path / "in.jsonl", {"tokens": [5, 6, 7]}, {"tokens": [8, 9] * 9, "temperature": 0.9})
+    flags = ["--max-new-tokens", 12, *MINI8_FLAGS]
+    lines = {}
+    for name, options in (("plain", []), ("drafts", ["--speculative", 3]), ("auto", ["--speculative"])):
+        out = tmp_path / f"{name}.jsonl"
+        code, _, err = run("generate", "--prompts", prompts, "--out", out, *flags, *options)
+        assert code == 0, err
+        lines[name] = [(line["id"], line["tokens"]) for line in sorted(read_lines(out), key=lambda line: line["id"])]
+        steps = re.search(r"speculation: [\d.]+ tokens a step in (\d+) steps, mean accepted length ([\d.]+)", err)
+        assert (steps is not None) == bool(options)
+        if name == "drafts":
+            accepted = sum(int(n) for n in re.findall(r"(\d+)/\d+ \(", err))
+            assert int(steps[1]) + accepted == 2 * 11  # all tokens but the prompts' own, less what was cut off
+            assert float(steps[2]) == pytest.approx(accepted / int(steps[1]), abs=0.005)
+    assert lines["drafts"] == lines["auto"] == lines["plain"]
+
+
+def test_a_conversation(run, tmp_path, default_engine):
+    chat = tmp_path / "chat.json"
+    chat.write_text(json.dumps([{"role": "user", "content": "Hello"}]))
+    code, out, err = run("generate", "--chat", chat, "--max-new-tokens", 6, *DEFAULT_FLAGS)
+    assert code == 0
+    settings = default_engine.model.settings
+    prompt = ChatFormat(settings.config, default_engine.tokenizer).read(chat)
+    [whole] = default_engine.generate([Request(tokens=prompt.tokens, max_new_tokens=6)])
+    # Reasoning is on, and noise does not end it: all of the text is reasoning, the answer is empty.
+    assert out == "\n"
+    assert whole.text.strip() in err
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello"}], "thinking": {"type": "disabled"}}))
+    assert run("generate", "--chat", chat, "--max-new-tokens", 6, *DEFAULT_FLAGS)[1].strip()
+    chat.write_text(json.dumps([{"role": "poet", "content": "Hello"}]))
+    assert_refused(run("generate", "--chat", chat), r"chat.json: messages\[0\].role: 'poet' is none of")
+
+
+def test_conversations_in_a_file(run, tmp_path):
+    line = {"messages": [{"role": "user", "content": "Hello"}], "thinking": {"type": "disabled"}, "max_new_tokens": 4}
+    prompts, out = write_lines(tmp_path / "in.jsonl", line, {"prompt": "Hello"}), tmp_path / "out.jsonl"
+    code, _, err = run("generate", "--prompts", prompts, "--out", out, "--max-new-tokens", 3, *DEFAULT_FLAGS)
+    assert code == 0, err
+    chat, plain = sorted(read_lines(out), key=lambda line: line["id"])
+    assert chat["message"]["role"] == "assistant"
+    assert chat["message"]["content"] == chat["text"].lstrip("\n")
+    assert "message" not in plain
+    prompts = write_lines(tmp_path / "bad.jsonl", line | {"prompt": "x"})
+    result = run("generate", "--prompts", prompts, "--out", tmp_path / "o.jsonl")
+    assert_refused(result, r"bad.jsonl:1: \['prompt'\] beside messages")
 
 
 def test_a_broken_checkpoint_is_one_line(run, tmp_path):
@@ -325,3 +377,25 @@ def test_the_readme_example_runs(capsys):
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+def readme_lines() -> list[str]:
+    """The README's command lines that need no checkpoint of the reader's."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("dsv41 generate ")]
+    return [line for line in lines if " DIR" not in line]
+
+
+def test_the_readme_shows_each_part():
+    assert [[part in line for line in readme_lines()].count(True) for part in ("--image", "--chat", "--speculative")] == [
+        1
+    ] * 3
+
+
+@pytest.mark.parametrize("line", readme_lines())
+def test_the_readme_command_lines_run(run, monkeypatch, line, default_engine):
+    """In the shapes that the shared engine has compiled, unless the line names a checkpoint."""
+    monkeypatch.chdir(ROOT)
+    code, _, err = run(*shlex.split(line)[1:], *([] if "--checkpoint" in line else DEFAULT_FLAGS))
+    assert code == 0, err
+    assert re.search(r"prompt tokens, \d+ new", err)

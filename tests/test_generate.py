@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import numpy as np
@@ -120,11 +121,14 @@ def test_figures(default_engine):
 
 def test_the_state_covers_what_was_consumed_not_what_was_sampled(default_engine):
     shape = default_engine.slot_shape([1])
-    slots = Slots(default_engine.model, default_engine.variables, shape, PrefillOptions(chunk_sizes=(128,)))
+    speculation = default_engine._speculation(shape.batch)
+    slots = Slots(
+        default_engine.model, default_engine.variables, shape, PrefillOptions(chunk_sizes=(128,)), speculation
+    )
     row, first = slots.open(Request(tokens=[5, 6, 7], max_new_tokens=9), [5, 6, 7])
     assert int(slots._state.length[row]) == 3
     assert int(slots._sampler.pending[row]) == first
-    second = slots.step()[row]
+    second = slots.step()[row][0]
     assert int(slots._state.length[row]) == 4
     assert int(slots._sampler.pending[row]) == second
     np.testing.assert_array_equal(np.delete(np.asarray(slots._state.length), row), 0)
@@ -173,22 +177,24 @@ class ScriptedSlots(Slots):
     script: dict[str, list[int]]
     most_open = 0
 
-    def __init__(self, model, variables, shape, options):
+    width = 1  # tokens that a step commits for each request, as far as the script goes
+
+    def __init__(self, model, variables, shape, options, speculation):
         super().__init__(model, variables, shape, options)
         self._tokens = {}
 
     def warm_up(self, chunks):
         pass
 
-    def _first_token(self, row, request, prompt, progress):
+    def _first_token(self, row, request, prompt, progress, pictures):
         self._tokens[row] = iter(self.script[request.id])
         return next(self._tokens[row])
 
     def step(self):
         type(self).most_open = max(self.most_open, int(self._open.sum()))
-        tokens = np.full(len(self._open), -1, np.int32)  # a free slot's token must not be looked at
+        tokens = [[-1]] * len(self._open)  # a free slot's token must not be looked at
         for row in np.flatnonzero(self._open):
-            tokens[row] = next(self._tokens[row])
+            tokens[row] = list(itertools.islice(self._tokens[row], self.width))
         return tokens
 
 
@@ -212,6 +218,18 @@ def test_the_end_token_ends_and_is_no_text(scripted, tokenizer):
     assert (a.text, a.tokens, a.finish_reason) == ("one two three", (*words, EOS), "stop")
     assert (b.text, b.tokens, b.finish_reason) == ("", (EOS,), "stop")
     assert (c.text, c.tokens, c.finish_reason) == ("one two three", tuple(words), "length")
+
+
+def test_what_a_step_commits_beyond_the_end_is_dropped(scripted, tokenizer, monkeypatch):
+    monkeypatch.setattr(ScriptedSlots, "width", 4)
+    words = tokenizer.encode("one two three")
+    script = {"a": [*words, EOS, 9999, 9999], "b": words * 3, "c": words}
+    engine = scripted(EngineOptions(max_batch=2), script)
+    requests = [Request(prompt="x", id="a", max_new_tokens=30), Request(prompt="x", id="b", stop=["two"])]
+    a, b, c = engine.generate([*requests, Request(prompt="x", id="c", max_new_tokens=len(words))])
+    assert (a.text, a.tokens, a.finish_reason) == ("one two three", (*words, EOS), "stop")
+    assert (b.text, b.finish_reason) == ("one ", "stop")
+    assert c.tokens == tuple(words)
 
 
 def test_an_end_token_at_the_length_limit_is_a_stop(scripted, tokenizer):

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 from dsv41.commands.options import OptionError, positive, read_text
 
 if TYPE_CHECKING:
+    from dsv41.commands.output import ChatOutput, TextOutput
+    from dsv41.commands.prompt_file import ChatFormats
     from dsv41.config import ModelConfig
+    from dsv41.engram.prefetch import Lookups
     from dsv41.inference.engine import Engine, EngineOptions
+    from dsv41.inference.measurements import AcceptanceStatistics
     from dsv41.inference.requests import Completion, Request
 
 _WEIGHTS_SEED = 0
@@ -24,9 +28,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="continue prompts",
-        description="Continues a prompt (text to stdout, figures to stderr) or a JSONL file of prompts. "
-        "Lines have 'prompt' or 'tokens', and optionally id, max_new_tokens, temperature, top_p, seed, stop; "
-        "what a line does not give is taken from the options.",
+        description="Continues a prompt or a conversation (text to stdout, figures to stderr), or a JSONL file of "
+        "prompts. Lines have 'prompt', 'tokens' or 'messages' (with tools, tool_choice, reasoning_effort, thinking), "
+        "and optionally id, max_new_tokens, temperature, top_p, seed, stop, images (files, relative to the prompts' "
+        "file); what a line does not give is taken from the options.",
     )
     parser.add_argument(
         "--checkpoint",
@@ -37,7 +42,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT")
     source.add_argument("--prompt-file", type=pathlib.Path, metavar="FILE", help="file whose whole text is the prompt")
+    source.add_argument(
+        "--chat",
+        type=pathlib.Path,
+        metavar="FILE.json",
+        help="a list of messages, or an object in the chat-completions form; reasoning goes to stderr",
+    )
     source.add_argument("--prompts", type=pathlib.Path, metavar="FILE.jsonl", help="many prompts; needs --out")
+    parser.add_argument(
+        "--image",
+        type=pathlib.Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="pictures (PNG, JPEG, GIF, WebP), in the order in which <｜image｜> stands in the prompt",
+    )
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -75,9 +95,31 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="one compiled shape for all: a request gives the same tokens alone and in any batch",
     )
+    parser.add_argument(
+        "--speculative",
+        nargs="?",
+        const="auto",
+        type=_draft_depth,
+        metavar="auto|K",
+        help="verify drafts of the DSpark drafter: K a step, or (auto) as many as pay",
+    )
+    parser.add_argument(
+        "--engram",
+        choices=("device", "pinned", "mapped"),
+        default="device",
+        help="where the rows of the n-gram tables lie: with the other weights (default), in pinned host memory, or in "
+        "the checkpoint's file; from the host they are read ahead",
+    )
+
+
+def _draft_depth(text: str) -> int | str:
+    """The value of ``--speculative``."""
+    return text if text == "auto" else positive(text)
 
 
 def run(args: argparse.Namespace) -> int:
+    from dsv41.commands.output import ChatOutput, TextOutput
+    from dsv41.commands.prompt_file import ChatFormats
     from dsv41.config import load_config
     from dsv41.defaults import default_config
     from dsv41.inference.requests import Request, prompt_tokens
@@ -85,7 +127,13 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.prompts is None) != (args.out is None):
         raise OptionError("--prompts and --out belong together")
+    if args.image and args.prompts is not None:
+        raise OptionError("--image: a line of --prompts names its own pictures, in 'images'")
+    if args.image and args.chat is not None:
+        raise OptionError("--image: the messages of --chat name their own pictures")
     config = default_config() if args.checkpoint is None else load_config(args.checkpoint)
+    if args.engram == "mapped" and args.checkpoint is None:
+        raise OptionError("--engram mapped: only the table of a --checkpoint can be mapped")
     if args.weights == "packed" and config.quantization is None:
         raise OptionError("--weights packed: the model's weights are not quantised")
     options = _engine_options(args)
@@ -93,14 +141,25 @@ def run(args: argparse.Namespace) -> int:
         limit = options.length_limit(config)
     except ValueError as error:
         raise OptionError(f"--max-length: {error}") from None
+    try:
+        options.check_speculation(config)
+    except ValueError as error:
+        raise OptionError(f"--{error}") from None
     tokenizer = model_tokenizer(config)
     defaults = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed", "stop")}
     if args.prompts is not None:
-        return _run_file(args, config, options, defaults, lambda r: prompt_tokens(r, config, tokenizer, limit))
+        chat = ChatFormats(config, tokenizer)
+        return _run_file(args, config, options, defaults, lambda r: prompt_tokens(r, config, tokenizer, limit), chat)
+    if args.chat is not None:
+        chat_prompt = ChatFormats(config, tokenizer).get().read(args.chat)
+        fields = {**defaults, **chat_prompt.options, "tokens": chat_prompt.tokens, "images": chat_prompt.images}
+        request = Request(**fields)
+        prompt_tokens(request, config, tokenizer, limit)
+        return _run_prompt(_engine(args, config, options), request, ChatOutput(chat_prompt.reader()))
     prompt = args.prompt if args.prompt is not None else read_text(args.prompt_file)
-    request = Request(prompt=prompt, **defaults)
+    request = Request(prompt=prompt, images=args.image, **defaults)
     prompt_tokens(request, config, tokenizer, limit)
-    return _run_prompt(_engine(args, config, options), request)
+    return _run_prompt(_engine(args, config, options), request, TextOutput())
 
 
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
@@ -115,6 +174,8 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
         max_length=args.max_length,
         prefill=PrefillOptions(args.prefill, sizes),
         deterministic=args.deterministic,
+        speculative=args.speculative,
+        engram=args.engram,
     )
 
 
@@ -133,7 +194,7 @@ def _engine(args: argparse.Namespace, config: ModelConfig, options: EngineOption
         return Engine.from_checkpoint(args.checkpoint, options, packed_weights=packed, progress=show)
 
 
-def _run_prompt(engine: Engine, request: Request) -> int:
+def _run_prompt(engine: Engine, request: Request, output: TextOutput | ChatOutput) -> int:
     completion = None
     bar = _bar("prompt", "tokens")
 
@@ -142,19 +203,24 @@ def _run_prompt(engine: Engine, request: Request) -> int:
 
     for event in engine.stream([request], on_prefill):
         bar.close()  # before the first text, so that the two do not mix on a terminal
-        print(event.text, end="", flush=True)
+        output.push(event.text)
         completion = event.completion
-    print()
-    print(_figures_line([completion], engine), file=sys.stderr)
+    output.finish(completion.finish_reason)
+    _print_figures([completion], engine)
     return 0
 
 
 def _run_file(
-    args: argparse.Namespace, config: ModelConfig, options: EngineOptions, defaults: dict[str, Any], check: Any
+    args: argparse.Namespace,
+    config: ModelConfig,
+    options: EngineOptions,
+    defaults: dict[str, Any],
+    check: Any,
+    chat: ChatFormats,
 ) -> int:
     from dsv41.commands.prompt_file import CompletionFile, read_requests
 
-    requests = read_requests(args.prompts, defaults, check)
+    requests, conversations = read_requests(args.prompts, defaults, check, chat)
     with CompletionFile(args.out) as out:
         if out.dropped_line:
             print(f"{args.out}: dropped an unfinished last line", file=sys.stderr)
@@ -169,11 +235,41 @@ def _run_file(
         with _bar("requests", "", total=len(requests), initial=skipped) as bar:
             for event in engine.stream(remaining):
                 if event.completion is not None:
-                    out.write(event.completion)
+                    out.write(event.completion, conversations.get(event.completion.id))
                     completions.append(event.completion)
                     bar.update()
-    print(_figures_line(completions, engine), file=sys.stderr)
+    _print_figures(completions, engine)
     return 0
+
+
+def _print_figures(completions: Sequence[Completion], engine: Engine) -> None:
+    print(_figures_line(completions, engine), file=sys.stderr)
+    if engine.statistics is not None:
+        print(_acceptance_line(engine.statistics), file=sys.stderr)
+    if engine.lookups is not None:
+        print(_lookup_line(engine.lookups), file=sys.stderr)
+
+
+def _lookup_line(lookups: Lookups) -> str:
+    """What Engram's look-ups did: rows, bytes, and how much of the time stood in the way."""
+    return (
+        f"Engram: {lookups.rows_read:,} rows read of {lookups.rows_asked:,} asked for, {lookups.bytes_read:,} B in "
+        f"{lookups.steps} look-ups · {lookups.lookup_s * 1e3:.1f} ms, of which {lookups.hidden_s * 1e3:.1f} ms behind "
+        f"the layers before it and other work, {lookups.waited_s * 1e3:.1f} ms waited for"
+    )
+
+
+def _acceptance_line(statistics: AcceptanceStatistics) -> str:
+    """What speculation did: how long a step was in the mean, and how often each position of a block was right."""
+    shares = [
+        f"{accepted}/{reached} ({accepted / reached:.0%})"
+        for accepted, reached in zip(statistics.accepted, statistics.reached, strict=True)
+        if reached
+    ]
+    return (
+        f"speculation: {1 + statistics.mean_accepted:.2f} tokens a step in {statistics.steps} steps, mean accepted "
+        f"length {statistics.mean_accepted:.2f} · accepted by position {', '.join(shares) or '–'}"
+    )
 
 
 def _bar(description: str, unit: str, **options: Any) -> Any:

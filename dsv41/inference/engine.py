@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import itertools
+import os
 import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
-from dsv41.checkpoint import LoadProgress
+import jax
+import numpy as np
+
+from dsv41.checkpoint import CheckpointReader, LoadProgress, RandomSource, TensorSource
 from dsv41.config import ModelConfig, load_config
+from dsv41.engram.feed import EngramFeed
+from dsv41.engram.loading import Tables, open_tables
+from dsv41.engram.prefetch import Lookups
+from dsv41.inference.measurements import AcceptanceStatistics
 from dsv41.inference.prefill import PrefillOptions
 from dsv41.inference.requests import Completion, Event, Figures, Request, RequestError, prompt_tokens
+from dsv41.inference.scheduler import FixedDepth, Scheduler, ThroughputScheduler
 from dsv41.inference.slots import Slots, SlotShape, SlotSizes
+from dsv41.inference.speculation import LoadedDrafter, Speculation, step_widths
 from dsv41.inference.stream import TextStream
-from dsv41.loading import checkpoint_variables, model_tokenizer, random_variables
+from dsv41.layers.dspark import Drafter
+from dsv41.loading import checkpoint_variables, load_drafter, model_tokenizer, random_variables
 from dsv41.model import Model
+from dsv41.pictures.encoder import EncodedPicture, Pictures
+from dsv41.pictures.files import picture_plan
 from dsv41.settings import Settings
+from dsv41.steps.acceptance import Rule
 from dsv41.steps.prefill import Variables
 from dsv41.tokens.tokenizer import Tokenizer
 
@@ -39,7 +56,13 @@ class EngineOptions:
       prefill: how prompts enter.
       deterministic: one compiled shape for every call (all slots, the longest length, one chunk size), so that a
         request gives the same tokens alone and in any batch. Without it matrix products of another shape may differ
-        in their last bits.
+        in their last bits. Steps are as wide as the verification of a whole block of drafts, so that speculation
+        changes nothing either.
+      speculative: drafts of the DSpark drafter that a step verifies for each request: a number of 1 … the model's
+        block size, "auto" for as many as pay, None for no speculation. Greedy tokens stay what they are (without
+        ``deterministic`` up to ties within rounding); sampled ones keep the model's distribution.
+      engram: where the rows of Engram's tables lie: "device" in its memory, as all weights do; "pinned" in the host's
+        memory; "mapped" in the checkpoint's file. From the host they are read ahead, a step in two parts meanwhile.
     """
 
     max_batch: int = 8
@@ -47,6 +70,8 @@ class EngineOptions:
     pool_tokens: int | None = None
     prefill: PrefillOptions = dataclasses.field(default_factory=PrefillOptions)
     deterministic: bool = False
+    speculative: int | Literal["auto"] | None = None
+    engram: Literal["device", "pinned", "mapped"] = "device"
 
     def __post_init__(self) -> None:
         for field in ("max_batch", "max_length", "pool_tokens"):
@@ -65,6 +90,22 @@ class EngineOptions:
             raise ValueError(f"max_length: {self.max_length} exceeds max_position_embeddings {positions}")
         return self.max_length or positions
 
+    def check_speculation(self, config: ModelConfig) -> None:
+        """Whether the model can draft as deep as ``speculative`` says.
+
+        Raises:
+          ValueError: it has no drafter, or the depth is outside its block.
+        """
+        depth, text = self.speculative, config.text
+        if depth is None:
+            return
+        if not text.num_nextn_predict_layers:
+            raise ValueError(f"speculative: {depth!r}, but the model has no drafter (num_nextn_predict_layers 0)")
+        if depth != "auto" and (isinstance(depth, bool) or not isinstance(depth, int)):
+            raise ValueError(f"speculative: {depth!r} is neither 'auto' nor a number of drafts")
+        if depth != "auto" and not 1 <= depth <= text.dspark_block_size:
+            raise ValueError(f"speculative: {depth} is outside 1 … {text.dspark_block_size} (dspark_block_size)")
+
 
 class Engine:
     """Generates text. Holds the model and its weights; what requests need is made anew in every call.
@@ -77,13 +118,37 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, variables: Variables, tokenizer: Tokenizer | None, options: EngineOptions = EngineOptions()
+        self,
+        model: Model,
+        variables: Variables,
+        tokenizer: Tokenizer | None,
+        options: EngineOptions = EngineOptions(),
+        load_pictures: Callable[[], Pictures] | None = None,
+        drafter: LoadedDrafter | None = None,
+        tables: Tables | None = None,
     ) -> None:
+        """An engine over weights that are loaded.
+
+        Args:
+          drafter: needed by ``options.speculative``.
+          tables: Engram's, where they are not among the variables.
+          load_pictures: loads the vision part; called once, when the first request with picture files comes. None:
+            this engine takes encoded pictures only.
+        """
         self.model, self.variables, self.tokenizer, self.options = model, variables, tokenizer, options
         self.compile_s = 0.0
+        self._load_pictures, self._pictures = load_pictures, None
         self._limit = options.length_limit(model.settings.config)
+        options.check_speculation(model.settings.config)
+        if options.speculative is not None and drafter is None:
+            raise ValueError(f"speculative: {options.speculative!r}, but this engine was given no drafter")
+        self._drafter = drafter if options.speculative is not None else None
+        self._schedulers: dict[int, Scheduler] = {}
+        if (tables is None) != model.settings.engram_in_step:
+            raise ValueError(f"tables: {tables}, but the model's engram_in_step is {model.settings.engram_in_step}")
+        self._tables, self._lookups = tables, Lookups()
         self._prefill = _prefill_options(options, self._limit)
-        self._warm: set[tuple[SlotShape, int]] = set()
+        self._warm: set[tuple[SlotShape, int, bool]] = set()
 
     @classmethod
     def from_checkpoint(
@@ -108,14 +173,26 @@ class Engine:
         directory = pathlib.Path(directory)
         config = load_config(directory)
         options.length_limit(config)
-        model, tokenizer = Model(Settings.default(config, packed_weights=packed_weights)), model_tokenizer(config)
-        return cls(model, checkpoint_variables(model, directory, tokenizer, progress), tokenizer, options)
+        options.check_speculation(config)
+        in_step = options.engram == "device"
+        settings = Settings.default(config, packed_weights=packed_weights, engram_in_step=in_step)
+        model, tokenizer, reader = Model(settings), model_tokenizer(config), CheckpointReader(directory)
+        tables = None if in_step else open_tables(options.engram, reader, config, jax.local_devices()[0])
+        variables = checkpoint_variables(model, directory, tokenizer, progress)
+        pictures = functools.partial(Pictures, model.settings, reader)
+        drafter = _load_drafter(model, options, reader, progress)
+        return cls(model, variables, tokenizer, options, pictures, drafter, tables)
 
     @classmethod
     def random(cls, config: ModelConfig, options: EngineOptions = EngineOptions(), *, seed: int = 0) -> Engine:
         """An engine with random weights: everything runs, the text is noise."""
-        model, tokenizer = Model(Settings.default(config)), model_tokenizer(config)
-        return cls(model, random_variables(model, seed, tokenizer), tokenizer, options)
+        in_step, source = options.engram == "device", RandomSource(config, seed)
+        model, tokenizer = Model(Settings.default(config, engram_in_step=in_step)), model_tokenizer(config)
+        tables = None if in_step else open_tables(options.engram, source, config, jax.local_devices()[0])
+        pictures = functools.partial(Pictures, model.settings, source)
+        drafter = _load_drafter(model, options, source)
+        variables = random_variables(model, seed, tokenizer)
+        return cls(model, variables, tokenizer, options, pictures, drafter, tables)
 
     def generate(self, requests: Sequence[Request], on_prefill: PrefillProgress | None = None) -> list[Completion]:
         """Runs requests to their end; completions in the order of the requests.
@@ -131,9 +208,12 @@ class Engine:
 
         Raises:
           RequestError: a request that this engine cannot serve.
+          CheckpointError: a request has picture files, and the vision part cannot be loaded.
         """
         requests = list(requests)
         prompts = [self._checked(i, request) for i, request in enumerate(requests)]
+        if self._pictures is None and any(request.picture_files for request in requests):
+            self._pictures = self._load_pictures()
         return self._run(requests, prompts, on_prefill) if requests else iter(())
 
     def slot_shape(self, lengths: Sequence[int]) -> SlotShape:
@@ -153,6 +233,8 @@ class Engine:
     def _checked(self, index: int, request: Request) -> tuple[int, ...]:
         settings = self.model.settings
         try:
+            if request.picture_files and self._load_pictures is None:
+                raise RequestError("images: this engine has no vision part; it takes encoded pictures only")
             prompt = prompt_tokens(request, settings.config, self.tokenizer, self._limit)
             length = len(prompt) + request.max_new_tokens
             pool, page_tokens = self.options.pool_tokens, settings.page_tokens
@@ -170,8 +252,27 @@ class Engine:
         self, requests: Sequence[Request], prompts: Sequence[Sequence[int]], on_prefill: PrefillProgress | None
     ) -> Iterator[Event]:
         shape = self.slot_shape([len(p) + r.max_new_tokens for p, r in zip(prompts, requests, strict=True)])
-        slots = Slots(self.model, self.variables, shape, self._prefill)
-        self._compile(slots, shape, prompts)
+        feed = None
+        if self._tables is not None:
+            token_map = np.asarray(self.variables["constants"]["token_map"])
+            feed = EngramFeed(self.model.settings, token_map, self._tables, shape.batch)
+        with contextlib.nullcontext() if feed is None else feed:
+            speculation = self._speculation(shape.batch, feed)
+            slots = Slots(self.model, self.variables, shape, self._prefill, speculation, feed)
+            self._compile(slots, shape, requests, prompts)
+            yield from self._serve(slots, shape, requests, prompts, on_prefill)
+            if feed is not None:
+                self._lookups += feed.report()
+
+    def _serve(
+        self,
+        slots: Slots,
+        shape: SlotShape,
+        requests: Sequence[Request],
+        prompts: Sequence[Sequence[int]],
+        on_prefill: PrefillProgress | None,
+    ) -> Iterator[Event]:
+        """Runs all requests through the slots."""
         waiting = collections.deque(range(len(requests)))
         live: dict[int, _Live] = {}
         sizes = shape.sizes(self.model.settings)
@@ -182,14 +283,51 @@ class Engine:
                 index = waiting.popleft()
                 progress = None if on_prefill is None else lambda count, i=index: on_prefill(i, count)
                 opened = time.perf_counter()
-                row, token = slots.open(requests[index], prompts[index], progress)
+                pictures = [self._embeddings(image) for image in requests[index].images]
+                row, token = slots.open(requests[index], prompts[index], progress, pictures)
                 live[row] = _Live(self, sizes, index, requests[index], len(prompts[index]), start, opened)
                 yield self._advance(slots, live, row, token)
             if not live:
                 continue
             tokens = slots.step()
             for row in sorted(live):
-                yield self._advance(slots, live, row, int(tokens[row]))
+                for token in tokens[row]:
+                    yield self._advance(slots, live, row, token)
+                    if row not in live:  # drafts beyond the end are of no use
+                        break
+
+    def _speculation(self, batch: int, engram: EngramFeed | None = None) -> Speculation | None:
+        """How a batch of so many slots verifies drafts; None if its steps consume one token each."""
+        options, text = self.options, self.model.settings.text
+        block = text.dspark_block_size if text.num_nextn_predict_layers else 0
+        if options.speculative is None and not options.deterministic:
+            return None
+        depth = options.speculative or 0
+        if options.deterministic:
+            rule, widths = Rule.COUPLED, (1 + block,)
+        else:
+            rule, widths = Rule.REJECTION, step_widths(block) if depth == "auto" else (1, 1 + depth)
+        scheduler = self._schedulers.get(batch)
+        if scheduler is None:
+            auto = depth == "auto"
+            scheduler = ThroughputScheduler(block, widths) if auto else FixedDepth(depth, block, widths)
+            self._schedulers[batch] = scheduler
+        return Speculation(self.model, self.variables, batch, rule, scheduler, widths, self._drafter, engram)
+
+    @property
+    def statistics(self) -> AcceptanceStatistics | None:
+        """Drafts verified and accepted by all calls so far; None without speculation."""
+        if self.options.speculative is None:
+            return None
+        total = AcceptanceStatistics(self.model.settings.text.dspark_block_size)
+        for scheduler in self._schedulers.values():
+            total.merge(scheduler.statistics)
+        return total
+
+    @property
+    def lookups(self) -> Lookups | None:
+        """What Engram's look-ups have cost in all calls so far; None where the steps look up themselves."""
+        return None if self._tables is None else self._lookups
 
     def _advance(self, slots: Slots, live: dict[int, _Live], row: int, token: int) -> Event:
         event = live[row].push(token)
@@ -198,15 +336,29 @@ class Engine:
             del live[row]
         return event
 
-    def _compile(self, slots: Slots, shape: SlotShape, prompts: Sequence[Sequence[int]]) -> None:
+    def _embeddings(self, image: str | os.PathLike[str] | EncodedPicture) -> np.ndarray:
+        """Embeddings ``[span, d]`` of a request's picture."""
+        return (image if isinstance(image, EncodedPicture) else self._pictures.read(image)).embeddings
+
+    def _compile(
+        self, slots: Slots, shape: SlotShape, requests: Sequence[Request], prompts: Sequence[Sequence[int]]
+    ) -> None:
         """Compiles what these prompts need and no earlier call has, so that no figure contains it."""
-        widths = {width for prompt in prompts for width, _ in self._prefill.chunks(len(prompt))}
-        missing = {width for width in widths if (shape, width) not in self._warm}
+        widths = {
+            (width, bool(request.images))
+            for request, prompt in zip(requests, prompts, strict=True)
+            for width, _ in self._prefill.chunks(len(prompt))
+        }
+        missing = {chunk for chunk in widths if (shape, *chunk) not in self._warm}
+        begin = time.perf_counter()
+        if self._pictures is not None:
+            vision = self.model.settings.config.vision
+            files = {file for request in requests for file in request.picture_files}
+            self._pictures.warm_up({picture_plan(file, vision).span for file in files})
         if missing:
-            begin = time.perf_counter()
             slots.warm_up(sorted(missing))
-            self.compile_s += time.perf_counter() - begin
-            self._warm |= {(shape, width) for width in missing}
+            self._warm |= {(shape, *chunk) for chunk in missing}
+        self.compile_s += time.perf_counter() - begin
 
 
 class _Live:
@@ -257,6 +409,19 @@ class _Live:
             state_bytes=sizes.request + held * sizes.page,
             batch_state_bytes=sizes.batch,
         )
+
+
+def _load_drafter(
+    model: Model,
+    options: EngineOptions,
+    source: TensorSource,
+    progress: Callable[[LoadProgress], None] | None = None,
+) -> LoadedDrafter | None:
+    """The drafter of a model, if the options want one."""
+    if options.speculative is None:
+        return None
+    drafter = Drafter(model.settings)
+    return LoadedDrafter(drafter, load_drafter(drafter, source, progress))
 
 
 def _prefill_options(options: EngineOptions, limit: int) -> PrefillOptions:

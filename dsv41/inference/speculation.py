@@ -1,0 +1,214 @@
+"""Rounds of speculative decoding for a batch of slots: draft, choose depths, verify, learn.
+
+A plain step is the verification of no drafts, so one class serves speculation, its fallback, and deterministic plain
+decoding, which must run in the same compiled step as speculation to give the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv41.engram.feed import EngramFeed
+from dsv41.inference.scheduler import Scheduler, ThroughputScheduler
+from dsv41.layers.dspark import Drafter
+from dsv41.model import Model
+from dsv41.state.request import ModelState
+from dsv41.state.ring import create_ring
+from dsv41.steps.acceptance import Rule
+from dsv41.steps.draft import Drafts, draft_step, seed_drafter
+from dsv41.steps.engram import begin_verify, finish_verify
+from dsv41.steps.prefill import Variables
+from dsv41.steps.sampling import Sampler
+from dsv41.steps.verify import verify_step
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter and its weights."""
+
+    drafter: Drafter
+    variables: Variables
+
+
+def step_widths(block: int) -> tuple[int, ...]:
+    """Compiled widths of the verify step for a block of drafts: no drafts, about half of them, all."""
+    return tuple(sorted({1, 1 + (block + 1) // 2, 1 + block}))
+
+
+class Round(NamedTuple):
+    """State and sampler after a round, and the tokens that it committed for each slot (none for free ones)."""
+
+    state: ModelState
+    sampler: Sampler
+    tokens: list[list[int]]
+
+
+class Speculation:
+    """The drafter's side of a batch of slots.
+
+    Args:
+      batch: slots.
+      rule: how drafts are accepted.
+      scheduler: chooses depths; it outlives the batch.
+      widths: compiled widths of the verify step, the pending token included.
+      drafter: None: nothing is ever drafted, and every round is plain.
+      engram: has the rows of Engram's tables; None where the tables are parameters.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        variables: Variables,
+        batch: int,
+        rule: Rule,
+        scheduler: Scheduler,
+        widths: Sequence[int],
+        drafter: LoadedDrafter | None,
+        engram: EngramFeed | None = None,
+    ) -> None:
+        self._model, self._variables, self._rule, self._scheduler = model, variables, rule, scheduler
+        self._widths, self._drafter, self._engram = tuple(widths), drafter, engram
+        text = model.settings.text
+        # What the last step read at the target layers, not yet in the rings; all widths padded to one.
+        device = next(iter(variables["constants"]["token_map"].devices()))
+        taps = (len(text.dspark_target_layer_ids), batch, self._widths[-1], text.hidden_size)
+        ring = create_ring(model.settings, text.num_nextn_predict_layers, batch)
+        taps, start = jnp.zeros(taps, model.settings.dtype), jnp.zeros((batch,), jnp.int32)
+        self._ring, self._taps, self._start = jax.device_put((ring, taps, start), device)
+        # Steps without drafts: bound to the device, as drafts are, or those steps would be compiled anew.
+        nothing = jnp.zeros((batch, self._widths[-1] - 1), jnp.int32)
+        no_distribution = jnp.zeros((batch, 0, text.vocab_size), jnp.float32)
+        self._no_drafts, self._no_probabilities = jax.device_put((nothing, no_distribution), device)
+        self._count = np.zeros(batch, np.int32)
+
+    def open(self, row: int) -> None:
+        """Empties a slot for a new request."""
+        self._count[row] = 0
+        self._ring = self._ring.replace(positions=self._ring.positions.at[row].set(-1))
+
+    def read_prompt(self, row: int, taps: jax.Array, start: jax.Array, count: jax.Array) -> None:
+        """Takes in positions of a slot's prompt: taps ``[targets, 1, query, d]``, start and count int32 ``[1]``."""
+        if self._drafter is not None:
+            rows = np.array([row], np.int32)
+            self._ring = seed_drafter(*self._module(), self._ring, rows, taps, start, count)
+
+    def warm_up(self, state: ModelState, sampler: Sampler) -> tuple[ModelState, Sampler]:
+        """Compiles every step and measures it with all slots busy; state and sampler are of no use afterwards."""
+        active, pending = np.ones(len(self._count), bool), np.zeros(len(self._count), np.int32)
+        everything = np.full(len(self._count), self._widths[-1], np.int32)
+        for width in self._widths:
+            for timed in (False, True):
+                drafts = None
+                if self._drafter is not None and width > 1:
+                    drafts, seconds = self._draft(sampler, active)
+                    if timed and isinstance(self._scheduler, ThroughputScheduler):
+                        self._scheduler.curve.record_draft(seconds)
+                elif self._drafter is not None:
+                    self._feed()
+                depth = np.minimum(everything, width - 1)
+                begin = time.perf_counter()
+                state, sampler, _, _ = self._verify(state, sampler, pending, drafts, depth, width, active)
+                seconds = time.perf_counter() - begin
+                if timed and isinstance(self._scheduler, ThroughputScheduler):
+                    self._scheduler.curve.record(width, width * len(active), seconds)
+        self._count[:] = 0
+        return state, sampler
+
+    def round(
+        self, state: ModelState, sampler: Sampler, pending: np.ndarray, active: np.ndarray, caps: np.ndarray
+    ) -> Round:
+        """One round of all open slots; each commits at least one token.
+
+        Args:
+          state, sampler: donated.
+          pending: int32 ``[batch]``, the sampler's pending tokens.
+          active: bool ``[batch]``.
+          caps: int ``[batch]``, drafts that a request may have verified: its remaining tokens less one.
+        """
+        drafts, draft_seconds = None, None
+        if self._drafter is not None and self._scheduler.drafts(active, caps):
+            drafts, draft_seconds = self._draft(sampler, active)
+            plan = self._scheduler.choose(np.asarray(drafts.confidence), active, caps)
+        else:
+            if self._drafter is not None:
+                self._feed()
+            plan = self._scheduler.plain(active)
+        begin = time.perf_counter()
+        state, sampler, tokens, accepted = self._verify(
+            state, sampler, pending, drafts, plan.depth, plan.width, active
+        )
+        self._scheduler.observe(plan, accepted, time.perf_counter() - begin, draft_seconds)
+        live = np.where(active, accepted + 1, 0)
+        return Round(state, sampler, [row[:count].tolist() for row, count in zip(tokens, live, strict=True)])
+
+    def _module(self) -> tuple[Drafter, Variables]:
+        return self._drafter.drafter, self._drafter.variables
+
+    def _draft(self, sampler: Sampler, active: np.ndarray) -> tuple[Drafts, float]:
+        begin = time.perf_counter()
+        drafter, variables = self._module()
+        self._ring, drafts = draft_step(
+            self._model,
+            drafter,
+            self._rule is Rule.REJECTION,
+            self._variables,
+            variables,
+            self._ring,
+            self._taps,
+            self._start,
+            self._count.copy(),
+            sampler,
+            active.copy(),
+        )
+        self._count[:] = 0
+        drafts.confidence.block_until_ready()
+        return drafts, time.perf_counter() - begin
+
+    def _feed(self) -> None:
+        """Takes in the last step's positions without drafting: a later draft must not find a gap."""
+        rows = np.arange(len(self._count), dtype=np.int32)
+        self._ring = seed_drafter(*self._module(), self._ring, rows, self._taps, self._start, self._count.copy())
+        self._count[:] = 0
+
+    def _verify(
+        self,
+        state: ModelState,
+        sampler: Sampler,
+        pending: np.ndarray,
+        drafts: Drafts | None,
+        depth: np.ndarray,
+        width: int,
+        active: np.ndarray,
+    ) -> tuple[ModelState, Sampler, np.ndarray, np.ndarray]:
+        count = width - 1
+        tokens = (self._no_drafts if drafts is None else drafts.tokens)[:, :count]
+        p = None
+        if self._rule is Rule.REJECTION:
+            p = drafts.probabilities[:, :count] if drafts is not None else self._no_probabilities
+        # Copies: the device may go on reading the host's arrays after the next change of them.
+        depth, active = depth.astype(np.int32), active.copy()
+        if self._engram is None:
+            state, sampler, outcome = verify_step(
+                self._model, self._rule, self._variables, state, sampler, tokens, p, depth, active
+            )
+        else:
+            fed = np.concatenate([pending[:, None], np.asarray(tokens)], axis=1), np.where(active, 1 + depth, 0)
+            self._engram.start(*fed)
+            state, begun = begin_verify(self._model, self._variables, state, sampler, tokens, depth, active)
+            rows = self._engram.rows(*fed, behind=begun.flow.streams)
+            state, sampler, outcome = finish_verify(
+                self._model, self._rule, self._variables, state, begun, rows, sampler, tokens, p, depth, active
+            )
+            self._engram.advance(fed[0], np.asarray(outcome.consumed))
+        if self._drafter is not None:
+            missing = self._widths[-1] - width
+            self._taps = jnp.pad(outcome.taps, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else outcome.taps
+            self._start, self._count = outcome.start, np.array(outcome.consumed)
+        return state, sampler, np.asarray(outcome.tokens), np.asarray(outcome.accepted)
