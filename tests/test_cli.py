@@ -190,6 +190,7 @@ def test_generate_with_the_embedded_model(run, default_engine, tmp_path):
         (["--stop", ""], "stop: "),
         (["--max-new-tokens", "9000"], "max_new_tokens: 9000 after a prompt of 2 tokens exceed the 8192 positions"),
         (["--max-length", "9000"], "max_length: 9000 exceeds max_position_embeddings 8192"),
+        (["--engram", "mapped"], "--engram mapped: only the table of a --checkpoint can be mapped"),
         (["--speculative", "6"], r"--speculative: 6 is outside 1 … 5 \(dspark_block_size\)"),
         (["--weights", "packed"], "--weights packed: the model's weights are not quantised"),
         (["--out", "x.jsonl"], "--prompts and --out belong together"),

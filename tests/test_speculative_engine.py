@@ -85,3 +85,18 @@ def test_depths_are_checked_before_any_work():
 def test_an_engine_needs_its_drafter(mini8_engine):
     with pytest.raises(ValueError, match="speculative: 2, but this engine was given no drafter"):
         Engine(mini8_engine.model, mini8_engine.variables, None, EngineOptions(speculative=2))
+
+
+@pytest.mark.parametrize("speculative", [None, 3])
+def test_engram_rows_from_the_host_give_the_same_tokens(mini8_engine, speculative):
+    """Steps in two parts are other programs: bits may differ, so the tokens of a few greedy requests are compared."""
+    greedy = [dataclasses.replace(request, temperature=0.0) for request in requests()[:3]]
+    plain = [c.tokens for c in mini8_engine.generate(greedy)]
+    mapped = engine(speculative, engram="mapped")
+    assert [c.tokens for c in mapped.generate(greedy)] == plain
+    lookups = mapped.lookups
+    text = mapped.model.settings.text
+    assert 0 < lookups.rows_read < lookups.rows_asked  # pads and neighbours share rows
+    assert lookups.bytes_read == lookups.rows_read * text.engram_head_dim * 33 // 32
+    assert lookups.hidden_s + lookups.waited_s == pytest.approx(lookups.lookup_s)
+    assert "engram_table_1" not in mapped.variables["params"]

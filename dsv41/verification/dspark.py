@@ -19,7 +19,7 @@ from dsv41.verification import capture
 from dsv41.verification.end_to_end import SLOTS, CaseRun, bucket, capacity, compare_logits
 from dsv41.verification.golden import Golden
 from dsv41.verification.layerwise import FLIPPED_LIMIT
-from dsv41.verification.limits import LAYER_ABSOLUTE, LAYER_RELATIVE_RMS, Limits
+from dsv41.verification.limits import LAYER_ABSOLUTE, LAYER_RELATIVE_RMS, STRICT, Limits
 from dsv41.verification.table import Row, at_most, max_abs, relative_rms, reported, row_errors
 
 _forced = jax.jit(teacher_forced_logits, static_argnums=(0, 1))
@@ -99,30 +99,49 @@ def compare_rings(group: str, golden: Golden, drafting: Drafting) -> list[Row]:
     return rows
 
 
-def compare_anchors(group: str, golden: Golden, drafting: Drafting, prefix: str, limits: Limits) -> list[Row]:
-    """Teacher-forced drafts of the set ``expected_dspark``; ``prefix`` is "" (rounding off) or "quant."."""
-    expected = golden.tensors("expected_dspark")
-    ids = expected["input_ids"].astype(np.int32)
-    rows, total = ids.shape
+def compare_anchors(group: str, golden: Golden, drafting: Drafting) -> list[Row]:
+    """Teacher-forced drafts of the set ``expected_dspark``, rounding off: from the model's own taps."""
+    ids = golden.tensors("expected_dspark")["input_ids"].astype(np.int32)
     block = drafting.model.settings.text.dspark_block_size
     state = create_sequential_state(drafting.model.settings, SLOTS, capacity(golden))
-    _, out = capture.run_chunk(drafting.model, drafting.variables, state, ids, bucket(total))
-    logits, confidence, backbone = [], [], []
-    for anchor in expected["anchors"]:
+    _, out = capture.run_chunk(drafting.model, drafting.variables, state, ids, bucket(ids.shape[1]))
+    anchors = golden.tensors("expected_dspark")["anchors"]
+    backbone = np.stack([out.logits[:, t + 1 : t + 1 + block] for t in anchors])
+    rows = _compare_drafts_at(group, golden, drafting, "", anchors, out.taps, STRICT)
+    return rows + compare_logits(
+        group, "backbone_logits", backbone, golden.tensors("expected_dspark")["backbone_logits"], STRICT
+    )
+
+
+def compare_rounded_anchors(group: str, golden: Golden, drafting: Drafting, limits: Limits) -> list[Row]:
+    """The same with rounding on, from the golden's own taps: the backbone's flips are not the drafter's."""
+    taps = golden.tensors("expected")["A.prefill.main_hidden"]
+    anchors = golden.tensors("expected_dspark")["anchors"]
+    within = anchors[anchors < taps.shape[1]]
+    return _compare_drafts_at(group, golden, drafting, "quant.", within, taps, limits)
+
+
+def _compare_drafts_at(
+    group: str,
+    golden: Golden,
+    drafting: Drafting,
+    prefix: str,
+    anchors: np.ndarray,
+    taps: np.ndarray,
+    limits: Limits,
+) -> list[Row]:
+    """Drafts after anchors, the rings filled from taps ``[rows, query, targets · d]`` of the positions before."""
+    expected = golden.tensors("expected_dspark")
+    ids, block = expected["input_ids"].astype(np.int32), drafting.model.settings.text.dspark_block_size
+    logits, confidence = [], []
+    for anchor in anchors:
         begin = int(anchor) + 1
-        ring = drafting.feed(drafting.empty_ring(rows), out.taps[:, :begin], 0)
+        ring = drafting.feed(drafting.empty_ring(len(ids)), taps[:, :begin], 0)
         drafted = drafting.draft(ring, begin, ids[:, begin : begin + block])
         logits.append(drafted[0])
         confidence.append(drafted[1])
-        backbone.append(out.logits[:, begin : begin + block])
-    result = []
-    # With rounding on a flip early in one prompt moves most of its rows: the backbone's median is held over all cases
-    # together (end_to_end.compare_all), not over these few rows.
-    few = Limits(logits=limits.logits, greedy=limits.greedy)
-    for name, ours, held in (("logits", logits, limits), ("backbone_logits", backbone, few)):
-        result += compare_logits(group, f"{prefix}{name}", np.stack(ours), expected[f"{prefix}{name}"], held)
-    error = max_abs(np.stack(confidence), expected[f"{prefix}confidence"])
-    name = f"{prefix}confidence"
+    chosen = np.isin(expected["anchors"], anchors)
+    rows = compare_logits(group, f"{prefix}logits", np.stack(logits), expected[f"{prefix}logits"][chosen], limits)
+    error = max_abs(np.stack(confidence), expected[f"{prefix}confidence"][chosen])
     row = reported if limits.logits is None else functools.partial(at_most, limit=limits.logits)
-    result.append(row(group, name, "max abs", error))
-    return result
+    return [*rows, row(group, f"{prefix}confidence", "max abs", error)]

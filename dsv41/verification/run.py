@@ -9,7 +9,7 @@ import jax
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
 from dsv41.settings import Settings
-from dsv41.verification.dspark import Drafting, compare_anchors, compare_drafts, compare_rings
+from dsv41.verification.dspark import Drafting, compare_anchors, compare_drafts, compare_rings, compare_rounded_anchors
 from dsv41.verification.end_to_end import compare_all, compare_case, run_case
 from dsv41.verification.golden import Golden
 from dsv41.verification.layerwise import compare_layers
@@ -85,9 +85,9 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
             rows += compare_replay("replay, rounding on", golden, *model(True), "quant.", REPLAY_ROUNDED)
         if golden.has("expected_dspark"):
             progress("teacher-forced drafts")
-            rows += compare_anchors("teacher-forced drafts", golden, drafting(False), "", STRICT)
+            rows += compare_anchors("teacher-forced drafts", golden, drafting(False))
             limits = rounded_limits(golden.config)
-            rows += compare_anchors("teacher-forced drafts", golden, drafting(True), "quant.", limits)
+            rows += compare_rounded_anchors("teacher-forced drafts", golden, drafting(True), limits)
     known = {"expected", "expected_noquant", "expected_replay", "expected_dspark"}
     for name in golden.sets:
         if name not in known:
