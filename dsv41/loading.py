@@ -33,6 +33,7 @@ TOKEN_MAP_FILE = "token_map.npy"
 """Beside a checkpoint (or one directory above it): compressed ids of a vocabulary that is not the packaged one."""
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_variables(model: Model) -> ParameterTree:
     """Shapes and dtypes of the model's parameters as ``jax.ShapeDtypeStruct`` leaves; nothing is allocated."""
     state = jax.eval_shape(functools.partial(create_state, model.settings, batch=1, pages=1, table_pages=1))
@@ -64,6 +65,7 @@ def load_variables(
     return {"params": params, "constants": {"token_map": jax.device_put(ids, jax.local_devices()[0])}}
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_drafter(drafter: Drafter) -> ParameterTree:
     """Shapes and dtypes of the drafter's parameters, see :func:`abstract_variables`."""
     settings, text = drafter.settings, drafter.settings.text

@@ -179,7 +179,7 @@ class ScriptedSlots(Slots):
 
     width = 1  # tokens that a step commits for each request, as far as the script goes
 
-    def __init__(self, model, variables, shape, options, speculation):
+    def __init__(self, model, variables, shape, options, speculation, engram):
         super().__init__(model, variables, shape, options)
         self._tokens = {}
 

@@ -67,8 +67,10 @@ def test_a_used_slot_shows_nothing_of_its_last_request(three_drafts):
 def test_without_deterministic_greedy_tokens_stay(mini8_engine):
     """Another width is another compiled shape: tokens may differ at ties within rounding, which are counted."""
     greedy = [dataclasses.replace(request, temperature=0.0) for request in requests()]
+    # One request is long enough for the shapes of the deterministic engine: its prefill is compiled already.
+    greedy.append(Request(tokens=random_tokens(7, 120).tolist(), max_new_tokens=20))
     plain = [c.tokens for c in mini8_engine.generate(greedy)]
-    fast = [c.tokens for c in engine(2, deterministic=False, max_length=128).generate(greedy)]
+    fast = [c.tokens for c in engine(5, deterministic=False).generate(greedy)]
     # One early difference changes all that follows, so requests are counted. bfloat16 ties are a few per cent.
     assert sum(a != b for a, b in zip(fast, plain, strict=True)) <= 1
 
@@ -87,12 +89,11 @@ def test_an_engine_needs_its_drafter(mini8_engine):
         Engine(mini8_engine.model, mini8_engine.variables, None, EngineOptions(speculative=2))
 
 
-@pytest.mark.parametrize("speculative", [None, 3])
-def test_engram_rows_from_the_host_give_the_same_tokens(mini8_engine, speculative):
+def test_engram_rows_from_the_host_give_the_same_tokens(mini8_engine):
     """Steps in two parts are other programs: bits may differ, so the tokens of a few greedy requests are compared."""
     greedy = [dataclasses.replace(request, temperature=0.0) for request in requests()[:3]]
     plain = [c.tokens for c in mini8_engine.generate(greedy)]
-    mapped = engine(speculative, engram="mapped")
+    mapped = engine(3, engram="mapped")
     assert [c.tokens for c in mapped.generate(greedy)] == plain
     lookups = mapped.lookups
     text = mapped.model.settings.text

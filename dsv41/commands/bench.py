@@ -53,10 +53,12 @@ def _print_table(rows: list[dict], limits) -> None:
     from rich.table import Table
 
     table = Table()
-    for name in rows[0]:
+    columns = dict.fromkeys(name for row in rows for name in row)
+    for name in columns:
         table.add_column(name.replace("_", " "), justify="left" if name == "model" else "right")
     for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+        values = (row.get(name, "") for name in columns)
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
     (Console() if sys.stdout.isatty() else Console(width=160, no_color=True)).print(table)
     print(
         f"measured here: {limits.bytes_per_s / 1e9:.1f} GB/s read, {limits.operations_per_s / 1e9:.0f} GFLOP/s "

@@ -64,12 +64,13 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     Returns:
       ``layers``: a row for each layer, sources as layer numbers or None; ``decoder_start``; ``parameters``: counts
       and checkpoint bytes by part; ``bytes_per_token``: global memory by KV source and part; ``request_bytes``: what
-      a request takes whatever its length; ``prefill_bytes``: the encoder tail, held only while a prompt enters.
+      a request takes whatever its length; ``prefill_bytes``: the encoder tail, held only while a prompt enters;
+      ``drafter_bytes``: the drafter's rings, of a request with speculation.
     """
     from dsv41.checkpoint import checkpoint_layout
     from dsv41.settings import Settings
     from dsv41.state.memory import bytes_per_token, entry_bytes
-    from dsv41.state.sizes import prefill_bytes, request_bytes
+    from dsv41.state.sizes import drafter_bytes, prefill_bytes, request_bytes
 
     settings, text = Settings.default(config), config.text
     table = settings.table
@@ -104,6 +105,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "bytes_per_token": {"sources": sources, "total": bytes_per_token(settings)},
         "request_bytes": request_bytes(settings),
         "prefill_bytes": prefill_bytes(settings),
+        "drafter_bytes": drafter_bytes(settings),
     }
 
 
@@ -161,4 +163,5 @@ def _print_tables(description: dict[str, Any]) -> None:
     request.add_section()
     request.add_row("total", f"{sum(description['request_bytes'].values()):,}")
     request.add_row("encoder tail, during prefill", f"{description['prefill_bytes']:,}")
+    request.add_row("drafter rings, with speculation", f"{description['drafter_bytes']:,}")
     console.print(request)

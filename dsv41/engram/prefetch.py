@@ -100,8 +100,7 @@ class Prefetcher:
 
     def _add(self, step: Lookups) -> None:
         with self._lock:
-            pairs = zip(dataclasses.astuple(self._total), dataclasses.astuple(step), strict=True)
-            self._total = Lookups(*(a + b for a, b in pairs))
+            self._total += step
 
 
 class _Read(NamedTuple):

@@ -12,17 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv41.checkpoint import CheckpointReader, RandomSource, TensorSource
 from dsv41.config import load_config
 from dsv41.defaults import default_config
 from dsv41.inference.prefill import PrefillOptions, prefill
-from dsv41.loading import checkpoint_variables, model_tokenizer, random_variables
+from dsv41.layers.dspark import Drafter
+from dsv41.loading import checkpoint_variables, load_drafter, model_tokenizer, random_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
-from dsv41.state.request import create_sequential_state
+from dsv41.state.request import ModelState, create_sequential_state
+from dsv41.state.ring import create_ring
 from dsv41.state.sizes import state_bytes
+from dsv41.steps.acceptance import Rule
 from dsv41.steps.decode import generate_step
+from dsv41.steps.draft import draft_step
 from dsv41.steps.prefill import Variables
-from dsv41.steps.sampling import create_sampler
+from dsv41.steps.sampling import Sampler, create_sampler
+from dsv41.steps.verify import verify_step
 
 
 class Limits(NamedTuple):
@@ -67,13 +73,18 @@ def measure_model(
     Returns:
       tokens a second of prefill and decode, milliseconds a decode step, its floor (the larger of weights and state
       over the measured bandwidth and operations over the measured rate) and the ratio, and seconds to trace and to
-      compile the decode step, the compiled program not taken from any cache.
+      compile the decode step, the compiled program not taken from any cache. Of a model with a drafter also
+      milliseconds of a draft of a block and of the step that verifies it, and the accepted drafts a step from which on
+      the two beat plain steps.
     """
     config = default_config() if directory is None else load_config(directory)
     settings = Settings.default(config)
     model = Model(settings)
     variables = _variables(model, directory)
-    state = create_sequential_state(settings, batch, context + steps * (repeats + 1) + 1)
+    # The timed plain steps, and then as many tokens again for drafts, should all of them be accepted.
+    state = create_sequential_state(
+        settings, batch, context + 2 * steps * (repeats + 1) + config.text.dspark_block_size
+    )
     prompts = np.random.default_rng(0).integers(3, config.text.vocab_size, (batch, context)).tolist()
     options = PrefillOptions("replay", (min(1024, 1 << (context - 1).bit_length()),))
     state, _ = prefill(model, variables, state, range(batch), prompts, options)
@@ -103,7 +114,7 @@ def measure_model(
         (_weight_bytes(variables) + sum(state_bytes(settings, batch, 0, 1).values())) / limits.bytes_per_s,
         2 * batch * _matrix_parameters(model) / limits.operations_per_s,
     )
-    return {
+    row = {
         "model": "embedded" if directory is None else "/".join(directory.resolve().parts[-2:]),
         "layers": config.text.num_hidden_layers,
         "batch": batch,
@@ -115,6 +126,59 @@ def measure_model(
         "trace_s": trace_s,
         "compile_s": compile_s,
     }
+    if config.text.num_nextn_predict_layers:
+        draft_s, verify_s = _speculation_seconds(model, variables, directory, state, sampler, steps, repeats)
+        row |= {"draft_ms": draft_s * 1e3, "verify_ms": verify_s * 1e3, "pays_from": (draft_s + verify_s) / step_s - 1}
+    return row
+
+
+def _speculation_seconds(
+    model: Model,
+    variables: Variables,
+    directory: pathlib.Path | None,
+    state: ModelState,
+    sampler: Sampler,
+    steps: int,
+    repeats: int,
+) -> tuple[float, float]:
+    """Seconds of a draft of a whole block, and of the step that verifies it, each until its result is on the host.
+
+    The state and the sampler (donated) do not move far: at most one block in each step is accepted.
+    """
+    text, batch = model.settings.text, sampler.pending.shape[0]
+    drafter, source = Drafter(model.settings), _source(model, directory)
+    drafter_variables = load_drafter(drafter, source)
+    ring = create_ring(model.settings, text.num_nextn_predict_layers, batch)
+    taps = jnp.zeros((len(text.dspark_target_layer_ids), batch, text.dspark_block_size + 1, text.hidden_size))
+    ring, taps = jax.device_put((ring, taps.astype(model.settings.dtype)), jax.local_devices()[0])
+    active, depth = np.ones(batch, bool), np.full(batch, text.dspark_block_size, np.int32)
+    start, nothing = state.length, np.zeros(batch, np.int32)
+    draft_times, verify_times = [], []
+    for repeat in range(repeats + 1):
+        draft_s = verify_s = 0.0
+        for _ in range(max(1, steps // (text.dspark_block_size + 1))):
+            begin = time.perf_counter()
+            ring, drafts = draft_step(
+                model, drafter, False, variables, drafter_variables, ring, taps, start, nothing, sampler, active
+            )
+            np.asarray(drafts.confidence)
+            between = time.perf_counter()
+            state, sampler, outcome = verify_step(
+                model, Rule.COUPLED, variables, state, sampler, drafts.tokens, None, depth, active
+            )
+            np.asarray(outcome.tokens)
+            draft_s, verify_s = draft_s + between - begin, verify_s + time.perf_counter() - between
+            start = outcome.start + outcome.consumed
+        if repeat:  # the first compiles
+            rounds = max(1, steps // (text.dspark_block_size + 1))
+            draft_times.append(draft_s / rounds)
+            verify_times.append(verify_s / rounds)
+    return statistics.median(draft_times), statistics.median(verify_times)
+
+
+def _source(model: Model, directory: pathlib.Path | None) -> TensorSource:
+    has_tensors = directory is not None and any(directory.glob("model*.safetensors"))
+    return CheckpointReader(directory) if has_tensors else RandomSource(model.settings.config, 0)
 
 
 def _variables(model: Model, directory: pathlib.Path | None) -> Variables:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
-import itertools
 import os
 import pathlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import jax
 import numpy as np
@@ -23,12 +19,12 @@ from dsv41.engram.feed import EngramFeed
 from dsv41.engram.loading import Tables, open_tables
 from dsv41.engram.prefetch import Lookups
 from dsv41.inference.measurements import AcceptanceStatistics
-from dsv41.inference.prefill import PrefillOptions
-from dsv41.inference.requests import Completion, Event, Figures, Request, RequestError, prompt_tokens
+from dsv41.inference.options import DEFAULT_OPTIONS, EngineOptions
+from dsv41.inference.progress import Progress
+from dsv41.inference.requests import Completion, Event, Request, RequestError, prompt_tokens
 from dsv41.inference.scheduler import FixedDepth, Scheduler, ThroughputScheduler
-from dsv41.inference.slots import Slots, SlotShape, SlotSizes
+from dsv41.inference.slots import Slots, SlotShape
 from dsv41.inference.speculation import LoadedDrafter, Speculation, step_widths
-from dsv41.inference.stream import TextStream
 from dsv41.layers.dspark import Drafter
 from dsv41.loading import checkpoint_variables, load_drafter, model_tokenizer, random_variables
 from dsv41.model import Model
@@ -41,70 +37,6 @@ from dsv41.tokens.tokenizer import Tokenizer
 
 PrefillProgress = Callable[[int, int], None]
 """Called with a request's place in the call and the prompt tokens that were just done."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineOptions:
-    """How an engine batches.
-
-    Attributes:
-      max_batch: requests that decode together at most. A call with fewer uses the next smaller power of two that
-        holds them.
-      max_length: positions (prompt and new tokens) that a request may have; None: the model's maximum.
-      pool_tokens: tokens of memory that all requests share; None: enough for every slot to hold a longest request.
-        With less, requests wait until others have finished.
-      prefill: how prompts enter.
-      deterministic: one compiled shape for every call (all slots, the longest length, one chunk size), so that a
-        request gives the same tokens alone and in any batch. Without it matrix products of another shape may differ
-        in their last bits. Steps are as wide as the verification of a whole block of drafts, so that speculation
-        changes nothing either.
-      speculative: drafts of the DSpark drafter that a step verifies for each request: a number of 1 … the model's
-        block size, "auto" for as many as pay, None for no speculation. Greedy tokens stay what they are (without
-        ``deterministic`` up to ties within rounding); sampled ones keep the model's distribution.
-      engram: where the rows of Engram's tables lie: "device" in its memory, as all weights do; "pinned" in the host's
-        memory; "mapped" in the checkpoint's file. From the host they are read ahead, a step in two parts meanwhile.
-    """
-
-    max_batch: int = 8
-    max_length: int | None = None
-    pool_tokens: int | None = None
-    prefill: PrefillOptions = dataclasses.field(default_factory=PrefillOptions)
-    deterministic: bool = False
-    speculative: int | Literal["auto"] | None = None
-    engram: Literal["device", "pinned", "mapped"] = "device"
-
-    def __post_init__(self) -> None:
-        for field in ("max_batch", "max_length", "pool_tokens"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ValueError(f"{field}: {value} is below 1")
-
-    def length_limit(self, config: ModelConfig) -> int:
-        """Positions that a request may have.
-
-        Raises:
-          ValueError: ``max_length`` is beyond the model's positions.
-        """
-        positions = config.text.max_position_embeddings
-        if self.max_length is not None and self.max_length > positions:
-            raise ValueError(f"max_length: {self.max_length} exceeds max_position_embeddings {positions}")
-        return self.max_length or positions
-
-    def check_speculation(self, config: ModelConfig) -> None:
-        """Whether the model can draft as deep as ``speculative`` says.
-
-        Raises:
-          ValueError: it has no drafter, or the depth is outside its block.
-        """
-        depth, text = self.speculative, config.text
-        if depth is None:
-            return
-        if not text.num_nextn_predict_layers:
-            raise ValueError(f"speculative: {depth!r}, but the model has no drafter (num_nextn_predict_layers 0)")
-        if depth != "auto" and (isinstance(depth, bool) or not isinstance(depth, int)):
-            raise ValueError(f"speculative: {depth!r} is neither 'auto' nor a number of drafts")
-        if depth != "auto" and not 1 <= depth <= text.dspark_block_size:
-            raise ValueError(f"speculative: {depth} is outside 1 … {text.dspark_block_size} (dspark_block_size)")
 
 
 class Engine:
@@ -122,7 +54,7 @@ class Engine:
         model: Model,
         variables: Variables,
         tokenizer: Tokenizer | None,
-        options: EngineOptions = EngineOptions(),
+        options: EngineOptions = DEFAULT_OPTIONS,
         load_pictures: Callable[[], Pictures] | None = None,
         drafter: LoadedDrafter | None = None,
         tables: Tables | None = None,
@@ -147,14 +79,14 @@ class Engine:
         if (tables is None) != model.settings.engram_in_step:
             raise ValueError(f"tables: {tables}, but the model's engram_in_step is {model.settings.engram_in_step}")
         self._tables, self._lookups = tables, Lookups()
-        self._prefill = _prefill_options(options, self._limit)
+        self._prefill = options.prefill_options(model.settings.config)
         self._warm: set[tuple[SlotShape, int, bool]] = set()
 
     @classmethod
     def from_checkpoint(
         cls,
         directory: str | pathlib.Path,
-        options: EngineOptions = EngineOptions(),
+        options: EngineOptions = DEFAULT_OPTIONS,
         *,
         packed_weights: bool | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
@@ -184,7 +116,7 @@ class Engine:
         return cls(model, variables, tokenizer, options, pictures, drafter, tables)
 
     @classmethod
-    def random(cls, config: ModelConfig, options: EngineOptions = EngineOptions(), *, seed: int = 0) -> Engine:
+    def random(cls, config: ModelConfig, options: EngineOptions = DEFAULT_OPTIONS, *, seed: int = 0) -> Engine:
         """An engine with random weights: everything runs, the text is noise."""
         in_step, source = options.engram == "device", RandomSource(config, seed)
         model, tokenizer = Model(Settings.default(config, engram_in_step=in_step)), model_tokenizer(config)
@@ -274,8 +206,8 @@ class Engine:
     ) -> Iterator[Event]:
         """Runs all requests through the slots."""
         waiting = collections.deque(range(len(requests)))
-        live: dict[int, _Live] = {}
-        sizes = shape.sizes(self.model.settings)
+        live: dict[int, Progress] = {}
+        sizes = shape.sizes(self.model.settings, drafts=self._drafter is not None)
         start = time.perf_counter()
         while waiting or live:
             # In order of arrival: a short request does not overtake a long one that waits for pages.
@@ -285,7 +217,16 @@ class Engine:
                 opened = time.perf_counter()
                 pictures = [self._embeddings(image) for image in requests[index].images]
                 row, token = slots.open(requests[index], prompts[index], progress, pictures)
-                live[row] = _Live(self, sizes, index, requests[index], len(prompts[index]), start, opened)
+                live[row] = Progress(
+                    self.model.settings,
+                    self.tokenizer,
+                    sizes,
+                    index,
+                    requests[index],
+                    len(prompts[index]),
+                    start,
+                    opened,
+                )
                 yield self._advance(slots, live, row, token)
             if not live:
                 continue
@@ -329,7 +270,7 @@ class Engine:
         """What Engram's look-ups have cost in all calls so far; None where the steps look up themselves."""
         return None if self._tables is None else self._lookups
 
-    def _advance(self, slots: Slots, live: dict[int, _Live], row: int, token: int) -> Event:
+    def _advance(self, slots: Slots, live: dict[int, Progress], row: int, token: int) -> Event:
         event = live[row].push(token)
         if event.completion is not None:
             slots.close(row)
@@ -361,56 +302,6 @@ class Engine:
         self.compile_s += time.perf_counter() - begin
 
 
-class _Live:
-    """A request in a slot: its text so far and its times."""
-
-    def __init__(
-        self, engine: Engine, sizes: SlotSizes, index: int, request: Request, prompt: int, start: float, opened: float
-    ) -> None:
-        self._engine, self._sizes, self._index, self._request, self._prompt = engine, sizes, index, request, prompt
-        self._start, self._opened = start, opened
-        self._text = None if engine.tokenizer is None else TextStream(engine.tokenizer, request.stop)
-        self._pieces: list[str] = []
-        self._tokens: list[int] = []
-        self._times: list[float] = []
-
-    def push(self, token: int) -> Event:
-        self._tokens.append(token)
-        self._times.append(time.perf_counter())
-        ended = token == self._engine.model.settings.config.eos_token_id
-        piece = ""
-        if self._text is not None:
-            piece = "" if ended else self._text.push(token)
-            ended = ended or self._text.stopped
-        finished = ended or len(self._tokens) == self._request.max_new_tokens
-        if finished and self._text is not None:
-            piece += self._text.finish()
-        self._pieces.append(piece)
-        return Event(self._index, token, piece, self._completion("stop" if ended else "length") if finished else None)
-
-    def _completion(self, reason: str) -> Completion:
-        text = None if self._text is None else "".join(self._pieces)
-        return Completion(self._request.id, text, tuple(self._tokens), reason, self._figures())
-
-    def _figures(self) -> Figures:
-        times, sizes = self._times, self._sizes
-        gaps = [after - before for before, after in itertools.pairwise(times)]
-        total = times[-1] - self._opened
-        held = -(-(self._prompt + self._request.max_new_tokens) // self._engine.model.settings.page_tokens)
-        return Figures(
-            prompt_tokens=self._prompt,
-            new_tokens=len(self._tokens),
-            queue_s=self._opened - self._start,
-            ttft_s=times[0] - self._opened,
-            first_inter_token_s=gaps[0] if gaps else None,
-            steady_inter_token_s=statistics.median(gaps[1:]) if len(gaps) > 1 else None,
-            total_s=total,
-            tokens_per_s=len(self._tokens) / total,
-            state_bytes=sizes.request + held * sizes.page,
-            batch_state_bytes=sizes.batch,
-        )
-
-
 def _load_drafter(
     model: Model,
     options: EngineOptions,
@@ -422,15 +313,6 @@ def _load_drafter(
         return None
     drafter = Drafter(model.settings)
     return LoadedDrafter(drafter, load_drafter(drafter, source, progress))
-
-
-def _prefill_options(options: EngineOptions, limit: int) -> PrefillOptions:
-    """The chunk sizes in use: one alone in deterministic mode, the largest that is not longer than a request."""
-    sizes = options.prefill.chunk_sizes
-    if not options.deterministic:
-        return options.prefill
-    fitting = [size for size in sizes if size <= limit]
-    return dataclasses.replace(options.prefill, chunk_sizes=(fitting[-1] if fitting else sizes[0],))
 
 
 def _power_of_two(count: int) -> int:

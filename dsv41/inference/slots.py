@@ -19,7 +19,7 @@ from dsv41.inference.speculation import Speculation
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.state.request import ModelState, create_state
-from dsv41.state.sizes import state_bytes
+from dsv41.state.sizes import drafter_bytes, state_bytes
 from dsv41.steps.decode import generate_step
 from dsv41.steps.engram import begin_generate, finish_generate
 from dsv41.steps.prefill import Variables
@@ -48,11 +48,12 @@ class SlotShape:
     pages: int
     table_pages: int
 
-    def sizes(self, settings: Settings) -> SlotSizes:
-        """The bytes of a state of this shape."""
+    def sizes(self, settings: Settings, drafts: bool = False) -> SlotSizes:
+        """The bytes of a state of this shape; ``drafts``: with the drafter's rings."""
         one_page, none = (sum(state_bytes(settings, 1, pages, self.table_pages).values()) for pages in (1, 0))
         whole = state_bytes(settings, self.batch, self.pages, self.table_pages)
-        return SlotSizes(batch=sum(whole.values()), page=one_page - none, request=none)
+        rings = drafter_bytes(settings) if drafts else 0
+        return SlotSizes(batch=sum(whole.values()) + self.batch * rings, page=one_page - none, request=none + rings)
 
 
 class Slots:

@@ -141,9 +141,7 @@ class Speculation:
                 self._feed()
             plan = self._scheduler.plain(active)
         begin = time.perf_counter()
-        state, sampler, tokens, accepted = self._verify(
-            state, sampler, pending, drafts, plan.depth, plan.width, active
-        )
+        state, sampler, tokens, accepted = self._verify(state, sampler, pending, drafts, plan.depth, plan.width, active)
         self._scheduler.observe(plan, accepted, time.perf_counter() - begin, draft_seconds)
         live = np.where(active, accepted + 1, 0)
         return Round(state, sampler, [row[:count].tolist() for row, count in zip(tokens, live, strict=True)])

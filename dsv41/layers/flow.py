@@ -127,7 +127,9 @@ class Step:
         index = (self.order - (self.order.shape[1] - self.positions.shape[1]))[..., None]
 
         def placed(old: jax.Array, fresh: jax.Array) -> jax.Array:
-            return jnp.where(index >= 0, jnp.take_along_axis(fresh, jnp.maximum(index, 0), axis=1), old)
+            if fresh.shape[1] > 1:
+                fresh = jnp.take_along_axis(fresh, jnp.maximum(index, 0), axis=1)
+            return jnp.where(index >= 0, fresh, old)
 
         return ring.map(placed, new)
 

@@ -9,6 +9,7 @@ import jax
 
 from dsv41.settings import Settings
 from dsv41.state.request import create_segment, create_state
+from dsv41.state.ring import create_ring
 
 
 def tree_bytes(tree: Any) -> int:
@@ -34,6 +35,12 @@ def request_bytes(settings: Settings) -> dict[str, int]:
     """Bytes that a request takes whatever its length, by part; its pages and page table come on top."""
     parts = state_bytes(settings, batch=1, pages=0, table_pages=0)
     return {name: count for name, count in parts.items() if name not in ("global memory", "page table")}
+
+
+def drafter_bytes(settings: Settings) -> int:
+    """Bytes of the drafter's rings, which a request has where drafts are made for it."""
+    stages = settings.text.num_nextn_predict_layers
+    return tree_bytes(jax.eval_shape(functools.partial(create_ring, settings, stages, 1)))
 
 
 def prefill_bytes(settings: Settings) -> int:

@@ -16,6 +16,7 @@ from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
 from dsv41.state.memory import source_view
 from dsv41.state.request import ModelState, Segment, commit_decoder, commit_encoder, forget_decoder
+from pallas_kernels.formats import Format, Packed
 from pallas_kernels.index_select import BlockSelection
 from pallas_kernels.paged_memory import gather
 
@@ -177,9 +178,16 @@ def memory_of(settings: Settings, state: ModelState, source: int, part: str, row
     """Entries 0 … entries − 1 of a KV source, decoded: ``[rows, entries, width]`` float32; part "main" or "index"."""
     ratio = settings.table.layers[source].kind.ratio
     fmt = settings.formats.main_kv if part == "main" else settings.formats.index_keys
-    pool, table = source_view(getattr(state.memory[ratio], part), state.page_table, settings.table.source_slot(source))
-    index = jnp.broadcast_to(jnp.arange(entries, dtype=jnp.int32), (state.page_table.shape[0], entries))
-    return np.asarray(gather(pool, fmt, table, index))[:rows]
+    pool = getattr(state.memory[ratio], part)
+    return np.asarray(_entries(fmt, pool, state.page_table, settings.table.source_slot(source)))[:rows, :entries]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _entries(fmt: Format, pool: Packed, page_table: jax.Array, slot: jax.Array) -> jax.Array:
+    """All entries that requests have room for, decoded: one program for every length."""
+    pool, table = source_view(pool, page_table, slot)
+    index = jnp.arange(page_table.shape[1] * pool.payload.shape[1], dtype=jnp.int32)
+    return gather(pool, fmt, table, jnp.broadcast_to(index, (page_table.shape[0], *index.shape)))
 
 
 def ring_of(settings: Settings, state: ModelState, layer: int, rows: int) -> np.ndarray:
@@ -187,7 +195,13 @@ def ring_of(settings: Settings, state: ModelState, layer: int, rows: int) -> np.
     start = settings.table.decoder_start
     ring = state.encoder_ring if layer < start else state.decoder_ring
     entries = ring.entries.map(lambda leaf: leaf[layer - start if layer >= start else layer])
-    return np.asarray(settings.formats.window.decode(entries))[:rows]
+    return np.asarray(decoded(settings.formats.window, entries))[:rows]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decoded(fmt: Format, entries: Packed) -> jax.Array:
+    """Values of packed entries, as one program."""
+    return fmt.decode(entries)
 
 
 def tail_of(settings: Settings, state: ModelState, source: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

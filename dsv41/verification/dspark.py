@@ -12,11 +12,10 @@ import numpy as np
 
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
-from dsv41.state.request import create_sequential_state
 from dsv41.state.ring import Ring, create_ring
 from dsv41.steps.draft import seed_drafter, teacher_forced_logits
 from dsv41.verification import capture
-from dsv41.verification.end_to_end import SLOTS, CaseRun, bucket, capacity, compare_logits
+from dsv41.verification.end_to_end import CaseRun, bucket, compare_logits
 from dsv41.verification.golden import Golden
 from dsv41.verification.layerwise import FLIPPED_LIMIT
 from dsv41.verification.limits import LAYER_ABSOLUTE, LAYER_RELATIVE_RMS, STRICT, Limits
@@ -86,7 +85,7 @@ def compare_rings(group: str, golden: Golden, drafting: Drafting) -> list[Row]:
     expected = golden.tensors("expected")
     taps = expected["A.prefill.main_hidden"]
     ring = drafting.feed(drafting.empty_ring(taps.shape[0]), taps, 0)
-    entries = np.asarray(drafting.model.settings.formats.window.decode(ring.entries), np.float32)
+    entries = np.asarray(capture.decoded(drafting.model.settings.formats.window, ring.entries), np.float32)
     rows = []
     for stage, ours in enumerate(entries):
         name = f"A.dspark.prefill_window_kv.{stage}"
@@ -99,18 +98,19 @@ def compare_rings(group: str, golden: Golden, drafting: Drafting) -> list[Row]:
     return rows
 
 
-def compare_anchors(group: str, golden: Golden, drafting: Drafting) -> list[Row]:
-    """Teacher-forced drafts of the set ``expected_dspark``, rounding off: from the model's own taps."""
-    ids = golden.tensors("expected_dspark")["input_ids"].astype(np.int32)
+def compare_anchors(group: str, golden: Golden, drafting: Drafting, run: CaseRun) -> list[Row]:
+    """Teacher-forced drafts of the set ``expected_dspark``, rounding off.
+
+    Args:
+      run: case A, whose tokens are the set's: its taps fill the rings.
+    """
+    expected = golden.tensors("expected_dspark")
     block = drafting.model.settings.text.dspark_block_size
-    state = create_sequential_state(drafting.model.settings, SLOTS, capacity(golden))
-    _, out = capture.run_chunk(drafting.model, drafting.variables, state, ids, bucket(ids.shape[1]))
-    anchors = golden.tensors("expected_dspark")["anchors"]
-    backbone = np.stack([out.logits[:, t + 1 : t + 1 + block] for t in anchors])
-    rows = _compare_drafts_at(group, golden, drafting, "", anchors, out.taps, STRICT)
-    return rows + compare_logits(
-        group, "backbone_logits", backbone, golden.tensors("expected_dspark")["backbone_logits"], STRICT
-    )
+    taps = np.concatenate([run.prefill.taps, *(step.taps for step in run.decode)], axis=1)
+    logits = np.concatenate([run.prefill.logits, *(step.logits for step in run.decode)], axis=1)
+    backbone = np.stack([logits[:, t + 1 : t + 1 + block] for t in expected["anchors"]])
+    rows = _compare_drafts_at(group, golden, drafting, "", expected["anchors"], taps, STRICT)
+    return rows + compare_logits(group, "backbone_logits", backbone, expected["backbone_logits"], STRICT)
 
 
 def compare_rounded_anchors(group: str, golden: Golden, drafting: Drafting, limits: Limits) -> list[Row]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv41.config import TextConfig
 from dsv41.model import Model
 from dsv41.numerics.ngram_hash import hash_ids, lookback, ngram_hash
 from dsv41.state.request import create_sequential_state
@@ -219,6 +222,13 @@ def _share(group: str, name: str, share: float, limit: float | None, note: str) 
     return at_least(group, name, "same sets", share, limit, note)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _row_ids(text: TextConfig, compressed: jax.Array, pad: jax.Array) -> jax.Array:
+    """Engram rows ``[layers, rows, query, columns]`` of compressed ids ``[rows, query]`` from a sequence's start."""
+    before = jnp.full((compressed.shape[0], text.engram_max_ngram_size - 1), -1, jnp.int32)
+    return hash_ids(ngram_hash(text), lookback(compressed, before), pad)
+
+
 def _hashes(group: str, golden: Golden, case: str, name: str, value: np.ndarray) -> Row:
     """Engram row ids: exact, from tokens alone."""
     text, expected = golden.config.text, golden.tensors("expected")
@@ -227,8 +237,9 @@ def _hashes(group: str, golden: Golden, case: str, name: str, value: np.ndarray)
     flags = image_flags(golden, case)
     if flags is not None:
         compressed[:, :prompt][flags] = -1
-    before = jnp.full((ids.shape[0], text.engram_max_ngram_size - 1), -1, jnp.int32)
-    seen = lookback(jnp.asarray(compressed), before)
-    ours = np.moveaxis(np.asarray(hash_ids(ngram_hash(text), seen, golden.token_map[text.engram_pad_token_id])), 0, 2)
+    width = bucket(ids.shape[1])
+    padded = np.pad(compressed, ((0, 0), (0, width - ids.shape[1])), constant_values=-1)
+    ours = np.asarray(_row_ids(text, padded, golden.token_map[text.engram_pad_token_id]))
+    ours = np.moveaxis(ours, 0, 2)[:, : ids.shape[1]]
     ours = ours[:, :prompt] if ".prefill." in name else np.moveaxis(ours[:, prompt:], 1, 0)[:, :, None]
     return at_most(group, name, "ids that differ", int(np.sum(ours != value)), 0)

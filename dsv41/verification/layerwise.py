@@ -16,17 +16,19 @@ import numpy as np
 
 from dsv41.layer_table import Mode, locate, stack_plan
 from dsv41.layers.block import Block
-from dsv41.layers.flow import Flow, LayerInputs, Step
+from dsv41.layers.engram import EngramInputs
+from dsv41.layers.flow import Flow, ForcedSelection, LayerInputs, Step
 from dsv41.model import Model, begin_step, first_flow
 from dsv41.numerics.ngram_hash import lookback
 from dsv41.settings import Settings
 from dsv41.state.memory import append_entries
-from dsv41.state.request import Segment, create_sequential_state
-from dsv41.state.ring import create_ring
+from dsv41.state.request import ModelState, Segment, create_sequential_state
+from dsv41.state.ring import Ring, create_ring
 from dsv41.verification import capture
 from dsv41.verification.golden import Golden
 from dsv41.verification.limits import LAYER_ABSOLUTE, LAYER_RELATIVE_RMS
 from dsv41.verification.table import Row, at_most, max_abs, relative_rms, row_errors, same_sets
+from pallas_kernels.formats import Packed
 
 NOISE, PROBES = 2e-7, 4
 FRAGILE_LIMIT = 0.25
@@ -42,6 +44,27 @@ def _apply(
 ) -> tuple[Flow, dict]:
     (flow, _), captured = block.apply({"params": params}, flow, inputs, step, mutable=["intermediates"])
     return flow, captured["intermediates"]
+
+
+# As programs: run operation by operation these would compile hundreds of small ones.
+_append = jax.jit(append_entries, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _engram_inputs(model: Model, layers: tuple[int, ...], variables: Mapping, seen: jax.Array) -> EngramInputs:
+    return model.apply(variables, layers, seen, method="engram_inputs")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _begin(
+    settings: Settings,
+    state: ModelState,
+    ring: Ring,
+    segment: Segment,
+    engram: EngramInputs | None,
+    forced: ForcedSelection | None,
+) -> tuple[Step, Packed]:
+    return begin_step(settings, state, ring, segment, engram, forced=forced)
 
 
 def compare_layers(golden: Golden, model: Model, variables: Mapping) -> list[Row]:
@@ -188,7 +211,7 @@ def _prepare(
     if row.kind.mode in (Mode.REINDEX, Mode.REUSE):
         main = expected[f"A.prefill_cache.compress_kv.{row.kv_source}"][:requests]
         index = expected[f"A.prefill_cache.index_k.{row.kv_source}"][:requests]
-        memory = append_entries(
+        memory = _append(
             state.memory[row.kind.ratio],
             settings,
             state.page_table,
@@ -218,8 +241,8 @@ def _prepare(
             forced = None
     engram = None
     if layer in text.engram_layer_ids:
-        engram = model.apply(variables, (layer,), segment.lookback, method="engram_inputs")
-    step, ring = begin_step(settings, state, create_ring(settings, 1, requests), segment, engram, forced=forced)
+        engram = _engram_inputs(model, (layer,), variables, segment.lookback)
+    step, ring = _begin(settings, state, create_ring(settings, 1, requests), segment, engram, forced)
     inputs = LayerInputs(
         ring=ring.map(lambda leaf: leaf[0]),
         source_slot=jnp.int32(table.source_slot(layer)),

@@ -55,10 +55,12 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
     with jax.default_matmul_precision("highest"):
         if golden.has("expected_noquant"):
             progress("rounding off, free selection")
-            run = run_case(*model(False), golden, "A")
-            rows += compare_case("rounding off", golden, "expected_noquant", "A", run, STRICT)
+            smooth = run_case(*model(False), golden, "A")
+            rows += compare_case("rounding off", golden, "expected_noquant", "A", smooth, STRICT)
             if "A.dspark.logits" in golden.tensors("expected_noquant"):
-                rows += compare_drafts("drafts, rounding off", golden, "expected_noquant", drafting(False), run, STRICT)
+                rows += compare_drafts(
+                    "drafts, rounding off", golden, "expected_noquant", drafting(False), smooth, STRICT
+                )
         if golden.has("expected"):
             runs = {}
             for case in _cases(golden):
@@ -83,9 +85,9 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
             rows += compare_replay("replay, rounding off", golden, *model(False), "", STRICT)
             progress("replay, rounding on")
             rows += compare_replay("replay, rounding on", golden, *model(True), "quant.", REPLAY_ROUNDED)
-        if golden.has("expected_dspark"):
+        if golden.has("expected_dspark") and golden.has("expected_noquant"):
             progress("teacher-forced drafts")
-            rows += compare_anchors("teacher-forced drafts", golden, drafting(False))
+            rows += compare_anchors("teacher-forced drafts", golden, drafting(False), smooth)
             limits = rounded_limits(golden.config)
             rows += compare_rounded_anchors("teacher-forced drafts", golden, drafting(True), limits)
     known = {"expected", "expected_noquant", "expected_replay", "expected_dspark"}

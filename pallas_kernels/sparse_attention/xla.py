@@ -36,7 +36,13 @@ def sparse_attention(
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
     batch, total, heads, width = queries.shape
     chosen = 0 if indices is None else indices.shape[-1]
-    tile = largest_tile(total, lambda t: batch * t * 4 * max(chosen * width, heads * (window + (t if rotation is None else total) + chosen)))
+    local_columns = window + total if rotation is not None else window
+    tile = largest_tile(
+        total,
+        lambda t: (
+            batch * t * 4 * max(chosen * width, heads * (local_columns + (t if rotation is None else 0) + chosen))
+        ),
+    )
     order = None
     if rotation is None:
         surplus = -total % tile
