@@ -112,6 +112,7 @@ def test_inspect_official_json(run):
     assert shown["request_bytes"]["encoder rings"] == shown["request_bytes"]["decoder rings"] == rings
     assert shown["request_bytes"]["compressor tails"] == 3 * 4096
     assert shown["request_bytes"]["n-gram tail"] == 12
+    assert shown["drafter_bytes"] == 3 * 128 * 528 + 128 * 4
     assert shown["prefill_bytes"] // 2**20 == 5
     parts = {name: counts["parameters"] for name, counts in shown["parameters"].items()}
     assert parts["Engram"] == (384_006_168 + 384_016_682) * 256 + 2 * (5 * 5120 * 6144 + 2 * 4 * 5120)

@@ -247,7 +247,7 @@ class Engine:
         if options.deterministic:
             rule, widths = Rule.COUPLED, (1 + block,)
         else:
-            rule, widths = Rule.REJECTION, step_widths(block) if depth == "auto" else (1, 1 + depth)
+            rule, widths = Rule.REJECTION, step_widths(block) if depth == "auto" else (1 + depth,)
         scheduler = self._schedulers.get(batch)
         if scheduler is None:
             auto = depth == "auto"

@@ -133,7 +133,9 @@ class Speculation:
           caps: int ``[batch]``, drafts that a request may have verified: its remaining tokens less one.
         """
         drafts, draft_seconds = None, None
-        if self._drafter is not None and self._scheduler.drafts(active, caps):
+        # A step that is wide anyway needs something to compare with, though it checks nothing of it.
+        always = self._rule is Rule.REJECTION and self._widths[0] > 1
+        if self._drafter is not None and (always or self._scheduler.drafts(active, caps)):
             drafts, draft_seconds = self._draft(sampler, active)
             plan = self._scheduler.choose(np.asarray(drafts.confidence), active, caps)
         else:
