@@ -153,10 +153,11 @@ def _speculation_seconds(
     ring, taps = jax.device_put((ring, taps.astype(model.settings.dtype)), jax.local_devices()[0])
     active, depth = np.ones(batch, bool), np.full(batch, text.dspark_block_size, np.int32)
     start, nothing = state.length, np.zeros(batch, np.int32)
+    rounds = max(1, steps // (text.dspark_block_size + 1))
     draft_times, verify_times = [], []
     for repeat in range(repeats + 1):
         draft_s = verify_s = 0.0
-        for _ in range(max(1, steps // (text.dspark_block_size + 1))):
+        for _ in range(rounds):
             begin = time.perf_counter()
             ring, drafts = draft_step(
                 model, drafter, False, variables, drafter_variables, ring, taps, start, nothing, sampler, active
@@ -170,21 +171,22 @@ def _speculation_seconds(
             draft_s, verify_s = draft_s + between - begin, verify_s + time.perf_counter() - between
             start = outcome.start + outcome.consumed
         if repeat:  # the first compiles
-            rounds = max(1, steps // (text.dspark_block_size + 1))
             draft_times.append(draft_s / rounds)
             verify_times.append(verify_s / rounds)
     return statistics.median(draft_times), statistics.median(verify_times)
 
 
+def _has_tensors(directory: pathlib.Path | None) -> bool:
+    return directory is not None and any(directory.glob("model*.safetensors"))
+
+
 def _source(model: Model, directory: pathlib.Path | None) -> TensorSource:
-    has_tensors = directory is not None and any(directory.glob("model*.safetensors"))
-    return CheckpointReader(directory) if has_tensors else RandomSource(model.settings.config, 0)
+    return CheckpointReader(directory) if _has_tensors(directory) else RandomSource(model.settings.config, 0)
 
 
 def _variables(model: Model, directory: pathlib.Path | None) -> Variables:
     config = model.settings.config
-    has_tensors = directory is not None and any(directory.glob("model*.safetensors"))
-    if has_tensors:
+    if _has_tensors(directory):
         return checkpoint_variables(model, directory, model_tokenizer(config))
     return random_variables(model, 0, model_tokenizer(config))
 

@@ -100,24 +100,26 @@ class Speculation:
             self._ring = seed_drafter(*self._module(), self._ring, rows, taps, start, count)
 
     def warm_up(self, state: ModelState, sampler: Sampler) -> tuple[ModelState, Sampler]:
-        """Compiles every step and measures it with all slots busy; state and sampler are of no use afterwards."""
+        """Compiles every step with all slots busy, and measures it for a scheduler that asks what steps cost.
+
+        State and sampler are of no use afterwards.
+        """
         active, pending = np.ones(len(self._count), bool), np.zeros(len(self._count), np.int32)
-        everything = np.full(len(self._count), self._widths[-1], np.int32)
+        curve = self._scheduler.curve if isinstance(self._scheduler, ThroughputScheduler) else None
         for width in self._widths:
-            for timed in (False, True):
-                drafts = None
+            depth = np.full(len(active), width - 1, np.int32)
+            for timed in (False,) if curve is None else (False, True):
+                drafts, draft_seconds = None, None
                 if self._drafter is not None and width > 1:
-                    drafts, seconds = self._draft(sampler, active)
-                    if timed and isinstance(self._scheduler, ThroughputScheduler):
-                        self._scheduler.curve.record_draft(seconds)
+                    drafts, draft_seconds = self._draft(sampler, active)
                 elif self._drafter is not None:
                     self._feed()
-                depth = np.minimum(everything, width - 1)
                 begin = time.perf_counter()
                 state, sampler, _, _ = self._verify(state, sampler, pending, drafts, depth, width, active)
-                seconds = time.perf_counter() - begin
-                if timed and isinstance(self._scheduler, ThroughputScheduler):
-                    self._scheduler.curve.record(width, width * len(active), seconds)
+                if timed:
+                    curve.record(width, width * len(active), time.perf_counter() - begin)
+                    if draft_seconds is not None:
+                        curve.record_draft(draft_seconds)
         self._count[:] = 0
         return state, sampler
 
