@@ -23,4 +23,4 @@ def block_linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, ac
     Raises:
       ValueError: the scales do not fit the weight.
     """
-    return backend.choose("block_linear")[1](x, weight, scale, activation_fmt=activation_fmt)
+    return backend.run("block_linear", x, weight, scale, activation_fmt=activation_fmt)

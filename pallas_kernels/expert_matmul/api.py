@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.expert_matmul.weights import ExpertWeights
@@ -17,6 +19,7 @@ def expert_matmul(
     w3: ExpertWeights,
     w2: ExpertWeights,
     *,
+    layer: jax.Array | None = None,
     limit: float,
     activation_fmt: Format,
 ) -> jax.Array:
@@ -30,6 +33,8 @@ def expert_matmul(
       expert_ids: ``[rows, k]`` int32, distinct in a row; an id that is none of the experts contributes nothing (padded
         rows, experts that lie elsewhere).
       expert_weights: ``[rows, k]`` float32.
+      layer: scalar int32; given, the matrices are those of several layers ``[layers, experts, ...]``, and this one's
+        are used where they lie, without a copy, by back ends that can.
       w1: gate, ``[experts, inner, hidden]``.
       w3: up, ``[experts, inner, hidden]``.
       w2: down, ``[experts, hidden, inner]``.
@@ -39,5 +44,21 @@ def expert_matmul(
     Returns:
       ``[rows, hidden]`` float32.
     """
-    run = backend.choose("expert_matmul")[1]
-    return run(x, expert_ids, expert_weights, w1, w3, w2, limit=limit, activation_fmt=activation_fmt)
+    static = {"limit": limit, "activation_fmt": activation_fmt}
+    if layer is None:
+        return backend.run("expert_matmul", x, expert_ids, expert_weights, w1, w3, w2, **static)
+    layers, experts = w1.weight.shape[:2]
+    own = (x, expert_ids, expert_weights, *(_one_layer(w, layer) for w in (w1, w3, w2)))
+    if backend.name("expert_matmul", *own, **static) == "xla":
+        return backend.run("expert_matmul", *own, **static)
+    ids = jnp.where((expert_ids >= 0) & (expert_ids < experts), layer * experts + expert_ids, layers * experts)
+    flat = (_all_layers(w) for w in (w1, w3, w2))
+    return backend.run("expert_matmul", x, ids, expert_weights, *flat, **static)
+
+
+def _one_layer(weights: ExpertWeights, layer: jax.Array) -> ExpertWeights:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, keepdims=False), weights)
+
+
+def _all_layers(weights: ExpertWeights) -> ExpertWeights:
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weights)

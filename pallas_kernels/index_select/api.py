@@ -38,9 +38,8 @@ def index_select(
     Returns:
       The selection, −1 where fewer are visible.
     """
-    select = backend.choose("index_select")[1]
     queries, weights, pool = lax.stop_gradient((queries, weights, pool))
-    return select(queries, weights, pool, fmt, page_table, visible, top_k, blocks)
+    return backend.run("index_select", queries, weights, pool, fmt, page_table, visible, top_k, blocks)
 
 
 def index_reselect(
@@ -72,6 +71,5 @@ def index_reselect(
     Returns:
       ``[batch, query, top_k]`` int32 entries, best first; the −1 of a short selection come last.
     """
-    reselect = backend.choose("index_reselect")[1]
     queries, weights, pool = lax.stop_gradient((queries, weights, pool))
-    return reselect(queries, weights, pool, fmt, page_table, visible, block_ids, block_size, top_k)
+    return backend.run("index_reselect", queries, weights, pool, fmt, page_table, visible, block_ids, block_size, top_k)

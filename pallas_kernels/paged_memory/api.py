@@ -28,7 +28,7 @@ def append(
     Returns:
       The pool with those entries replaced.
     """
-    return backend.choose("paged_append")[1](pool, fmt, page_table, start, count, values)
+    return backend.run("paged_append", pool, fmt, page_table, start, count, values)
 
 
 def gather(
@@ -46,4 +46,4 @@ def gather(
     Returns:
       ``[batch, ..., width]``; zeros where the index is negative or has no page in the pool.
     """
-    return backend.choose("paged_gather")[1](pool, fmt, page_table, indices, dtype)
+    return backend.run("paged_gather", pool, fmt, page_table, indices, dtype)

@@ -60,8 +60,8 @@ def sparse_attention(
         raise ValueError(f"local has {rows} entries, not window {window} + {queries.shape[1]} queries")
     if len({pool is None, page_table is None, indices is None}) > 1:
         raise ValueError("pool, page_table and indices come together or not at all")
-    attend = backend.choose("sparse_attention")[1]
-    return attend(
+    return backend.run(
+        "sparse_attention",
         queries,
         local,
         local_fmt,

@@ -17,4 +17,4 @@ def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     Returns:
       values ``[..., k]`` float32 and indices ``[..., k]`` int32; −inf and −1 beyond n.
     """
-    return backend.choose("top_k")[1](scores, k)
+    return backend.run("top_k", scores, k)

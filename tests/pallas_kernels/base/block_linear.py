@@ -12,12 +12,12 @@ from pallas_kernels.formats import FP8_E8M0, DenseFormat
 from tests.pallas_kernels.base.common import OperationTests, compiled, golden
 
 
-def case(dtype="float32") -> dict:
+def case(dtype="float32", rows=(2, 3), out=64, width=96) -> dict:
     rng = np.random.default_rng(0)
     return {
-        "x": jnp.asarray(rng.standard_t(3, (2, 3, 96)), dtype),
-        "weight": jnp.asarray(rng.standard_normal((64, 96)), jnp.float8_e4m3fn),
-        "scale": jnp.asarray(rng.integers(120, 130, (2, 3)), jnp.uint8),
+        "x": jnp.asarray(rng.standard_t(3, (*rows, width)), dtype),
+        "weight": jnp.asarray(rng.standard_normal((out, width)), jnp.float8_e4m3fn),
+        "scale": jnp.asarray(rng.integers(120, 130, (out // 32, width // 32)), jnp.uint8),
     }
 
 
@@ -25,10 +25,13 @@ class BlockLinearTests(OperationTests):
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("rounds", [False, True])
     def test_float8_weights(self, dtype: str, rounds: bool):
-        arrays, fmt = case(dtype), FP8_E8M0 if rounds else DenseFormat(dtype)
+        self.check(case(dtype), FP8_E8M0 if rounds else DenseFormat(dtype))
+
+    def check(self, arrays: dict, fmt):
         out = self.run("block_linear", arrays, activation_fmt=fmt)
+        dtype = arrays["x"].dtype
         assert out.dtype == dtype
-        assert out.shape == (2, 3, 64)
+        assert out.shape == (*arrays["x"].shape[:-1], arrays["weight"].shape[0])
         wanted = np.asarray(compiled(reference.block_linear, arrays, activation_fmt=fmt), np.float32)
         tolerance = 2.0**-8 if dtype == "bfloat16" else 1e-5
         np.testing.assert_allclose(np.asarray(out, np.float32), wanted, rtol=tolerance, atol=1e-4)

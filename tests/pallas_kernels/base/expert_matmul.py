@@ -43,8 +43,25 @@ def case(experts: int, rows=11, k=2, hidden=64, inner=32, packed=False, dtype="f
 
 
 class ExpertMatmulTests(OperationTests):
+    """Promises of the operation.
+
+    Attributes:
+      sizes: hidden and inner width where a back end needs its own.
+      packed, dtype, fmt: weights, x and roundings that a test takes if it is about something else.
+      tolerance: largest error with these.
+    """
+
     # Few experts of two, and many: back ends may treat them differently.
     EXPERTS = (3, 40)
+    sizes: dict = {}
+    packed = False
+    dtype = "float32"
+    fmt = F32
+    tolerance = 1e-5
+
+    def case(self, experts: int, **changes) -> dict:
+        """:func:`case` with what the class asks for where nothing else is."""
+        return case(experts, **{"packed": self.packed, "dtype": self.dtype, **self.sizes, **changes})
 
     def check(self, arrays: dict, fmt, tolerance: float):
         out = np.asarray(self.run("expert_matmul", arrays, limit=LIMIT, activation_fmt=fmt))
@@ -62,23 +79,23 @@ class ExpertMatmulTests(OperationTests):
     @pytest.mark.parametrize("experts", EXPERTS)
     def test_bfloat16_with_rounded_activations(self, experts: int):
         # Both round the same products; one that lies at a tie may fall to the other side, of bfloat16 or of E4M3.
-        arrays = case(experts, packed=True, dtype="bfloat16")
+        arrays = self.case(experts, packed=True, dtype="bfloat16")
         out = self.check(arrays, FP8_E8M0, 2.0**-4)
         wanted = compiled(reference.expert_matmul, arrays, limit=LIMIT, activation_fmt=FP8_E8M0)
         assert np.mean(np.abs(out - np.asarray(wanted)) <= 1e-6) > 0.9
 
     @pytest.mark.parametrize("experts", EXPERTS)
     def test_all_rows_on_one_expert(self, experts: int):
-        arrays = case(experts, rows=21, k=1)
+        arrays = self.case(experts, rows=21, k=1)
         arrays["expert_ids"] = jnp.full_like(arrays["expert_ids"], experts - 1).at[3].set(experts)
-        self.check(arrays, F32, 1e-5)
+        self.check(arrays, self.fmt, self.tolerance)
 
     @pytest.mark.parametrize("experts", EXPERTS)
     def test_rows_do_not_depend_on_their_company(self, experts: int):
-        arrays = case(experts)
-        out = self.check(arrays, F32, 1e-5)
+        arrays = self.case(experts)
+        out = self.check(arrays, self.fmt, self.tolerance)
         arrays["x"] = arrays["x"].at[5].set(jnp.nan)
-        spoiled = np.asarray(self.run("expert_matmul", arrays, limit=LIMIT, activation_fmt=F32))
+        spoiled = np.asarray(self.run("expert_matmul", arrays, limit=LIMIT, activation_fmt=self.fmt))
         keep = np.arange(out.shape[0]) != 5
         np.testing.assert_array_equal(spoiled[keep], out[keep])
         assert np.isnan(spoiled[5]).all()
@@ -114,9 +131,12 @@ class ExpertMatmulTests(OperationTests):
             for name in ("w1", "w3", "w2")
         }
 
+        cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["x"].shape), jnp.float32)
+
         def gradient(arrays):
             def loss(x):
-                return jnp.sum(self.run("expert_matmul", arrays | {"x": x}, limit=LIMIT, activation_fmt=F32) ** 2)
+                out = self.run("expert_matmul", arrays | {"x": x}, limit=LIMIT, activation_fmt=F32)
+                return jnp.sum(out * cotangent)
 
             return np.asarray(jax.jit(jax.grad(loss))(arrays["x"]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,6 +45,24 @@ def expected(arrays: dict, fmt, top_k: int, blocks: BlockSelection | None = None
 
 
 class IndexSelectTests(OperationTests):
+    """Attributes are for back ends that do not run everything.
+
+    Attributes:
+      sizes: sizes of the arrays where a back end has its own, as arguments of :func:`case`.
+      query_dtype: dtype of the queries.
+      plain: the pool's format where none is asked for; integers from -1 to 1 must be exact in it.
+      block_size: of blocks that do not divide a page.
+    """
+
+    sizes: ClassVar[dict[str, int]] = {}
+    query_dtype = jnp.float32
+    plain = F32
+    block_size = 3
+
+    def case(self, fmt=FP4_E8M0, *args, **sizes) -> dict:
+        arrays = case(fmt, *args, **{**self.sizes, **sizes})
+        return arrays | {"queries": arrays["queries"].astype(self.query_dtype)}
+
     def check(self, arrays: dict, fmt, top_k: int, blocks: BlockSelection | None = None):
         chosen = self.run("index_select", arrays, fmt=fmt, top_k=top_k, blocks=blocks)
         wanted = expected(arrays, fmt, top_k, blocks)
@@ -64,50 +84,50 @@ class IndexSelectTests(OperationTests):
     @pytest.mark.parametrize("fmt", [FP4_E8M0, F32], ids=["fp4", "f32"])
     @pytest.mark.parametrize("top_k", [4, 40])
     def test_random(self, fmt, top_k: int):
-        chosen = self.check(case(fmt), fmt, top_k, BlockSelection(size=4, count=3))
-        visible = np.asarray(case(fmt)["visible"])
+        chosen = self.check(self.case(fmt), fmt, top_k, BlockSelection(size=4, count=3))
+        visible = np.asarray(self.case(fmt)["visible"])
         np.testing.assert_array_equal((np.asarray(chosen.indices) >= 0).sum(-1), np.minimum(visible, top_k))
 
     @pytest.mark.parametrize("block_size", [1, 3, 8])
     def test_ties_go_to_the_lower_index(self, block_size: int):
-        arrays = case(F32, integers=True, heads=2, width=3)
-        self.check(arrays, F32, 6, BlockSelection(size=block_size, count=4))
+        arrays = self.case(self.plain, integers=True, **self.sizes or {"heads": 2, "width": 3})
+        self.check(arrays, self.plain, 6, BlockSelection(size=block_size, count=4))
         ids = np.random.default_rng(2).permuted(np.tile(np.arange(-2, 32 // block_size), (2, 5, 1)), axis=-1)[..., :4]
-        self.check_reselect(arrays, F32, np.maximum(ids, -1), block_size, 6)
+        self.check_reselect(arrays, self.plain, np.maximum(ids, -1), block_size, 6)
 
     def test_equal_scores_give_the_first_entries(self):
-        arrays = case(F32, integers=True)
+        arrays = self.case(self.plain, integers=True)
         arrays["weights"] = jnp.zeros_like(arrays["weights"]).at[:, 0].set(-0.0)
-        chosen = np.asarray(self.check(arrays, F32, 8).indices)
+        chosen = np.asarray(self.check(arrays, self.plain, 8).indices)
         first = np.arange(8)
         np.testing.assert_array_equal(chosen, np.where(first < np.asarray(arrays["visible"])[..., None], first, -1))
 
     def test_bfloat16_queries_are_scored_in_float32(self):
-        arrays = case()
+        arrays = self.case()
         arrays["queries"] = arrays["queries"].astype(jnp.bfloat16)
         chosen = self.check(arrays, FP4_E8M0, 8, BlockSelection(4, 3))
         self.check_reselect(arrays, FP4_E8M0, chosen.blocks, 4, 8)
 
     def test_more_blocks_and_entries_asked_for_than_there_are(self):
-        arrays = case(lengths=(3, 1), capacity=4)
-        chosen = self.check(arrays, FP4_E8M0, 100, BlockSelection(size=3, count=50))
+        arrays = self.case(lengths=(3, 1), capacity=4)
+        chosen = self.check(arrays, FP4_E8M0, 100, BlockSelection(size=self.block_size, count=50))
         assert chosen.blocks.shape == (2, 5, 2)
-        self.check_reselect(arrays, FP4_E8M0, chosen.blocks, 3, 100)
+        self.check_reselect(arrays, FP4_E8M0, chosen.blocks, self.block_size, 100)
 
     def test_nothing_visible_chooses_nothing(self):
-        arrays = case(lengths=(0, 0))
+        arrays = self.case(lengths=(0, 0))
         arrays["queries"] = jnp.full_like(arrays["queries"], jnp.nan)
         chosen = self.check(arrays, FP4_E8M0, 4, BlockSelection(4, 2))
         np.testing.assert_array_equal(np.asarray(chosen.indices), -1)
         np.testing.assert_array_equal(np.asarray(chosen.blocks), -1)
 
     def test_more_visible_than_the_table_holds(self):
-        arrays = case(F32, lengths=(32, 32))
+        arrays = self.case(self.plain, lengths=(32, 32))
         arrays["visible"] = arrays["visible"] + 1000
-        self.check(arrays, F32, 40, BlockSelection(4, 2))
+        self.check(arrays, self.plain, 40, BlockSelection(4, 2))
 
     def test_nan_in_one_query_leaves_the_others(self):
-        arrays = case()
+        arrays = self.case()
         before = self.check(arrays, FP4_E8M0, 4, BlockSelection(4, 2))
         arrays["queries"] = arrays["queries"].at[0, 2].set(jnp.nan)
         arrays["weights"] = arrays["weights"].at[1, 1].set(jnp.nan)
@@ -118,7 +138,7 @@ class IndexSelectTests(OperationTests):
             np.testing.assert_array_equal(np.asarray(left)[keep], np.asarray(right)[keep])
 
     def test_reselect_ignores_absent_and_invisible_blocks(self):
-        arrays = case()
+        arrays = self.case()
         rng = np.random.default_rng(4)
         ids = np.stack([rng.permutation(12)[:5] for _ in range(10)]).reshape(2, 5, 5)
         ids[:, 1::2, 2] = -1
@@ -129,10 +149,10 @@ class IndexSelectTests(OperationTests):
     def test_candidates_of_every_context(self):
         """Each visible entry of a chosen block is a candidate, the newest block is chosen, nothing lies beyond."""
         size, count, contexts = 8, 3, np.arange(1, 41)
-        arrays = case(F32, lengths=(40,), queries=40, capacity=40)
+        arrays = self.case(self.plain, lengths=(40,), queries=40, capacity=40)
         arrays["visible"] = jnp.asarray(contexts[None], jnp.int32)
-        chosen = self.check(arrays, F32, 4, BlockSelection(size, count))
-        candidates = self.check_reselect(arrays, F32, chosen.blocks, size, size * count)
+        chosen = self.check(arrays, self.plain, 4, BlockSelection(size, count))
+        candidates = self.check_reselect(arrays, self.plain, chosen.blocks, size, size * count)
         for context, blocks, entries in zip(contexts, np.asarray(chosen.blocks)[0], candidates[0], strict=True):
             real = blocks[blocks >= 0]
             assert len(set(real)) == len(real) == min(count, -(-context // size))

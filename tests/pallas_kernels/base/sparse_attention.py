@@ -48,9 +48,29 @@ def case(local_fmt=F32, pool_fmt=F32, queries=9, lengths=(10, 3), heads=2, width
 
 
 class SparseAttentionTests(OperationTests):
-    def check(
-        self, arrays: dict, local_fmt=F32, pool_fmt=F32, probability_dtype="float32", tolerance=2e-6, window=WINDOW
-    ):
+    """Promises of the operation.
+
+    Attributes:
+      local_fmt, pool_fmt, dtype, width: what a test takes that is not about formats, dtypes or widths.
+      page_entries: of the pool that holds the reference's data.
+      tolerance: largest error, of values of about 1, with these.
+    """
+
+    local_fmt = F32
+    pool_fmt = F32
+    dtype = "float32"
+    width = 32
+    page_entries = 9
+    tolerance = 2e-6
+
+    def case(self, local_fmt=None, pool_fmt=None, **changes) -> dict:
+        """:func:`case` with the class's formats, dtype and width where nothing else is asked for."""
+        defaults = {"dtype": self.dtype, "width": self.width}
+        return case(local_fmt or self.local_fmt, pool_fmt or self.pool_fmt, **(defaults | changes))
+
+    def check(self, arrays: dict, local_fmt=None, pool_fmt=None, probability_dtype=None, tolerance=None, window=WINDOW):
+        local_fmt, pool_fmt = local_fmt or self.local_fmt, pool_fmt or self.pool_fmt
+        probability_dtype, tolerance = probability_dtype or self.dtype, tolerance or self.tolerance
         static = {"local_fmt": local_fmt, "pool_fmt": pool_fmt, "window": window, "scale": 0.3}
         static["probability_dtype"] = jnp.dtype(probability_dtype)
         out = self.run("sparse_attention", arrays, **static)
@@ -63,18 +83,18 @@ class SparseAttentionTests(OperationTests):
 
     @pytest.mark.parametrize(("local_fmt", "pool_fmt"), [(F32, F32), (FP8_E8M0, FP4_E4M3)], ids=["f32", "packed"])
     def test_float32(self, local_fmt, pool_fmt):
-        self.check(case(local_fmt, pool_fmt), local_fmt, pool_fmt)
+        self.check(self.case(local_fmt, pool_fmt), local_fmt, pool_fmt)
 
     def test_bfloat16_queries_and_probabilities(self):
         # One rounding of a bfloat16 result may differ: 2^-8 of it.
-        arrays = case(FP8_E8M0, FP4_E4M3, dtype="bfloat16")
-        self.check(arrays, FP8_E8M0, FP4_E4M3, "bfloat16", tolerance=2.0**-8)
+        arrays = self.case(FP8_E8M0, FP4_E4M3, dtype="bfloat16")
+        self.check(arrays, FP8_E8M0, FP4_E4M3, "bfloat16", tolerance=max(self.tolerance, 2.0**-8))
 
     def test_one_query(self):
-        self.check(case(FP8_E8M0, FP4_E4M3, queries=1), FP8_E8M0, FP4_E4M3)
+        self.check(self.case(FP8_E8M0, FP4_E4M3, queries=1), FP8_E8M0, FP4_E4M3)
 
     def test_a_rotated_window_is_the_same_window(self):
-        arrays = case(FP8_E8M0, FP4_E4M3)
+        arrays = self.case(FP8_E8M0, FP4_E4M3)
         wanted = self.check(arrays, FP8_E8M0, FP4_E4M3)
         columns = arrays["local_valid"].shape[1]
         rotation = np.array([4, columns - 1], np.int32)
@@ -83,21 +103,22 @@ class SparseAttentionTests(OperationTests):
         arrays["local_valid"] = jnp.take_along_axis(arrays["local_valid"], order, axis=1)
         arrays["rotation"] = jnp.asarray(rotation)
         rotated = self.check(arrays, FP8_E8M0, FP4_E4M3)
-        np.testing.assert_allclose(rotated, wanted, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(rotated, wanted, rtol=self.tolerance, atol=self.tolerance)
 
     def test_window_only(self):
-        arrays = case() | {"pool": None, "page_table": None, "indices": None}
+        arrays = self.case() | {"pool": None, "page_table": None, "indices": None}
         self.check(arrays)
         # By hand: the last query of request 0 sees exactly the last WINDOW entries.
-        entries = np.asarray(arrays["local"].payload, np.float64)[0, -WINDOW:]
+        entries = np.asarray(self.local_fmt.decode(arrays["local"]), np.float64)[0, -WINDOW:]
         logits = 0.3 * np.asarray(arrays["queries"], np.float64)[0, -1] @ entries.T
         p = np.exp(logits)
         p /= p.sum(-1, keepdims=True) + np.exp(np.asarray(arrays["sink"], np.float64))[:, None]
-        np.testing.assert_allclose(self.check(arrays)[0, -1], p @ entries, rtol=1e-5, atol=1e-5)
+        tolerance = max(self.tolerance, 1e-5)
+        np.testing.assert_allclose(self.check(arrays)[0, -1], p @ entries, rtol=tolerance, atol=tolerance)
 
     @pytest.mark.parametrize("sink", [-50.0, 0.0, 300.0])
     def test_nothing_to_see_gives_exactly_zero(self, sink: float):
-        arrays = case()
+        arrays = self.case()
         arrays["local_valid"] = jnp.zeros_like(arrays["local_valid"])
         arrays["indices"] = arrays["indices"].at[1].set(-1)
         arrays["sink"] = jnp.full_like(arrays["sink"], sink)
@@ -107,17 +128,18 @@ class SparseAttentionTests(OperationTests):
 
     @pytest.mark.parametrize("factor", [1e-20, 60.0, 1e4])
     def test_flat_and_extreme_logits(self, factor: float):
-        arrays = case()
+        arrays = self.case()
         arrays["queries"] = arrays["queries"] * factor
         # A logit of thousands is rounded by more than a float32 softmax's own error.
-        self.check(arrays, tolerance=2e-6 * max(factor, 1))
+        self.check(arrays, tolerance=max(self.tolerance, 2e-6 * factor))
 
     def test_a_nan_query_leaves_the_others(self):
-        arrays = case()
+        arrays = self.case()
         before = self.check(arrays)
         arrays["queries"] = arrays["queries"].at[0, 3].set(jnp.nan)
-        static = {"local_fmt": F32, "pool_fmt": F32, "window": WINDOW, "scale": 0.3, "probability_dtype": jnp.float32}
-        after = np.asarray(self.run("sparse_attention", arrays, **static))
+        static = {"local_fmt": self.local_fmt, "pool_fmt": self.pool_fmt, "window": WINDOW, "scale": 0.3}
+        static["probability_dtype"] = jnp.dtype(self.dtype)
+        after = np.asarray(self.run("sparse_attention", arrays, **static), np.float32)
         keep = np.ones(before.shape[:2], bool)
         keep[0, 3] = False
         np.testing.assert_array_equal(after[keep], before[keep])
@@ -125,7 +147,7 @@ class SparseAttentionTests(OperationTests):
     def test_gradients_are_the_references_and_finite_beside_poison(self):
         if not self.supports_gradient:
             pytest.skip("no gradient on this back end")
-        arrays = case()
+        arrays = self.case()
         cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["queries"].shape), jnp.float32)
         static = {"local_fmt": F32, "pool_fmt": F32, "window": WINDOW, "scale": 0.3, "probability_dtype": jnp.float32}
 
@@ -156,7 +178,7 @@ class SparseAttentionTests(OperationTests):
         q, kv, idx = ops["sparse_attn.q"], ops["sparse_attn.kv"], ops["sparse_attn.idx"]
         batch, entries, width = kv.shape
         fmt = DenseFormat("bfloat16") if name == "out_bf16" else F32
-        pool, table = paged(np.random.default_rng(0), fmt, kv, [entries] * batch, 9)
+        pool, table = paged(np.random.default_rng(0), fmt, kv, [entries] * batch, self.page_entries)
         arrays = {
             "queries": q.astype(jnp.dtype(fmt.dtype)),
             "local": Packed(np.full((batch, 1 + q.shape[1], width), np.nan, jnp.dtype(fmt.dtype)), None),

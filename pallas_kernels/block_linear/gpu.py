@@ -1,0 +1,114 @@
+"""Dense linear map of few rows on Hopper GPUs: float8 weights are read once and decoded on the way.
+
+Rounding is a Pallas-Triton kernel (elementwise, one launch), the product a Mosaic GPU kernel, whose matrix
+instructions take decoded weights from registers. Many rows are XLA's: they are worth a matrix that is decoded once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import backend
+from pallas_kernels.block_linear import gpu_product, xla
+from pallas_kernels.block_linear.weights import BLOCK, decode_blocks
+from pallas_kernels.formats import FP8_E8M0, Format
+from pallas_kernels.products import operand_dtype
+
+# Beyond these rows a product takes longer than reading its weights, and the kernel's sums do not fit into registers.
+MAX_ROWS = 128
+# Columns of the smallest matrix instruction: rows of x.
+_MIN_ROWS = 8
+
+
+def unsupported(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format) -> str | None:
+    """Why XLA has to run this; None if the kernel can."""
+    rows, (out, width) = math.prod(x.shape[:-1]), weight.shape
+    if scale is None:
+        return f"the weight is {weight.dtype} without scales"
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}"
+    if operand_dtype(x.dtype, activation_fmt) != jnp.bfloat16:
+        return f"activations rounded to {activation_fmt} are not exact in bfloat16"
+    if not 0 < rows <= MAX_ROWS:
+        return f"{rows} rows are not 1 to {MAX_ROWS}"
+    if out % gpu_product.TILE:
+        return f"{out} rows of the weight are not a multiple of {gpu_product.TILE}"
+    if width % gpu_product.STEP:
+        return f"{width} columns of the weight are not a multiple of {gpu_product.STEP}"
+    return None
+
+
+def block_linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format) -> jax.Array:
+    """See :func:`pallas_kernels.block_linear.block_linear`; the backward pass is XLA's."""
+    out, width = weight.shape
+    if (scale.shape[0] * BLOCK, scale.shape[1] * BLOCK) != (out, width):
+        decode_blocks(weight, scale, x.dtype)  # raises
+    y = _linear(activation_fmt, x.reshape(-1, width), weight, scale)
+    return y.reshape(*x.shape[:-1], out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(fmt: Format, x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    tokens = round_and_place(x, fmt, max(_MIN_ROWS, pl.next_power_of_2(x.shape[0])))
+    return gpu_product.product(tokens, lax.bitcast_convert_type(weight, jnp.uint8), scale, x.shape[0])
+
+
+def _forward(fmt, x, weight, scale):
+    return _linear(fmt, x, weight, scale), (x, weight, scale)
+
+
+def _backward(fmt, saved, dy):
+    x, weight, scale = saved
+    return *jax.vjp(lambda x: xla.block_linear(x, weight, scale, activation_fmt=fmt), x)[1](dy), None, None
+
+
+_linear.defvjp(_forward, _backward)
+
+
+def round_and_place(x: jax.Array, fmt: Format, rows: int) -> jax.Array:
+    """``fmt.round(x)`` as the product takes it, in one launch where XLA would need one for each step.
+
+    Args:
+      x: ``[at most rows, width]`` bfloat16.
+      rows: of the result; those that x does not have are undefined.
+    """
+    if fmt != FP8_E8M0:
+        x = fmt.round(x)
+    present, width = x.shape
+    step = gpu_product.STEP
+
+    def body(x_ref, out_ref):
+        values = x_ref[...].reshape(step // BLOCK, BLOCK)
+        if fmt == FP8_E8M0:
+            values = _rounded(values.astype(jnp.float32)).astype(x.dtype)
+        channel = lax.broadcasted_iota(jnp.int32, values.shape, 0) * BLOCK
+        channel += lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        plgpu.store(out_ref.at[0, gpu_product.place(channel)], values)
+
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((rows, width), x.dtype),
+        grid=(rows, width // step),
+        in_specs=[pl.BlockSpec((1, step), lambda i, j: (jnp.minimum(i, present - 1), j))],
+        out_specs=pl.BlockSpec((1, step), lambda i, j: (i, j)),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=backend.interpreted(),
+    )(x)
+
+
+def _rounded(blocks: jax.Array) -> jax.Array:
+    """``FP8_E8M0.round`` of float32 ``[blocks, 32]``."""
+    top = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), FP8_E8M0.floor)
+    # The smallest power of two ≥ top / 448, with 448 = 1.75 · 2⁸: no division, which is not exact everywhere.
+    bits = lax.bitcast_convert_type(top, jnp.int32)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
+    up = lax.bitcast_convert_type(exponent << 23, jnp.float32)[:, None]
+    down = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)[:, None]
+    return (blocks * down).astype(jnp.float8_e4m3fn).astype(jnp.float32) * up

@@ -1,0 +1,70 @@
+"""The routed experts at the official sizes: 384 of 2304 × 5120, six to a token, packed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.benchmark.case import Case
+from pallas_kernels.expert_matmul import ExpertWeights, expert_matmul, reference
+from pallas_kernels.formats import FP4_E8M0, FP8_E8M0
+
+_EXPERTS, _CHOSEN, _INNER, _HIDDEN = 384, 6, 2304, 5120
+_STATIC = {"limit": 10.0, "activation_fmt": FP8_E8M0}
+_SAMPLES = 2
+
+
+def cases() -> list[Case]:
+    memory, matrix = "target: 60 % of the floor", "target: 300 TFLOP/s"
+    notes = {1: "", 64: memory, 128: memory, 256: memory, 512: memory, 2048: "", 8192: matrix}
+    return [_case(tokens, note) for tokens, note in notes.items()]
+
+
+def _case(tokens: int, note: str) -> Case:
+    # Experts that random choices leave unused are not read.
+    used = _EXPERTS * (1 - (1 - _CHOSEN / _EXPERTS) ** tokens)
+    weights = used * 3 * _INNER * FP4_E8M0.entry_bytes(_HIDDEN)
+    return Case(
+        operation="expert_matmul",
+        name=f"{tokens} tokens × {_CHOSEN} of {_EXPERTS} experts",
+        arrays=functools.partial(_arrays, tokens),
+        call=lambda arrays: expert_matmul(**arrays, **_STATIC),
+        operations=6.0 * tokens * _CHOSEN * _INNER * _HIDDEN,
+        bytes=weights + tokens * (_HIDDEN * (2 + 4) + _CHOSEN * 8),
+        error=_error,
+        note=note,
+    )
+
+
+def _arrays(tokens: int, rng: np.random.Generator) -> dict[str, Any]:
+    keys = iter(jax.random.split(jax.random.key(int(rng.integers(2**31))), 10))
+    chosen = np.argsort(rng.random((tokens, _EXPERTS)), axis=1)[:, :_CHOSEN]
+    return {
+        "x": jax.random.normal(next(keys), (tokens, _HIDDEN), jnp.bfloat16),
+        "expert_ids": jnp.asarray(chosen, jnp.int32),
+        "expert_weights": jax.random.uniform(next(keys), (tokens, _CHOSEN), minval=0.1, maxval=0.5),
+        "w1": _matrices(_INNER, _HIDDEN, next(keys)),
+        "w3": _matrices(_INNER, _HIDDEN, next(keys)),
+        "w2": _matrices(_HIDDEN, _INNER, next(keys)),
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _matrices(out: int, width: int, key: jax.Array) -> ExpertWeights:
+    """Any code is a value; scales as of weights of about 1/√width."""
+    codes = jax.random.bits(key, (_EXPERTS, out, width // 2), jnp.uint8)
+    return ExpertWeights(codes, jax.random.randint(key, (_EXPERTS, out, width // 32), 116, 121).astype(jnp.uint8))
+
+
+def _error(arrays: dict[str, Any], out: jax.Array) -> float:
+    ids = arrays["expert_ids"][:_SAMPLES]
+    sample = {name: arrays[name][:_SAMPLES] for name in ("x", "expert_weights")}
+    sample |= {n: jax.tree.map(lambda leaf: leaf[ids.reshape(-1)], arrays[n]) for n in ("w1", "w3", "w2")}
+    sample["expert_ids"] = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
+    wanted = jax.jit(functools.partial(reference.expert_matmul, **_STATIC))(**sample)
+    error = jnp.max(jnp.abs(out[:_SAMPLES] - wanted)) / jnp.max(jnp.abs(wanted))
+    return float(error)

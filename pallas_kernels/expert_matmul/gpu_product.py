@@ -1,0 +1,285 @@
+"""Products of blocks of rows with packed experts on Hopper GPUs (Mosaic GPU).
+
+Transposed: an expert's rows of weights are the matrix unit's left operand and the few tokens are its columns, so that a
+product of 8 tokens wastes nothing. Codes go from shared memory to registers, are decoded there and multiplied from
+there: the decoded matrix never exists in any memory. One warpgroup copies, the others decode and multiply.
+
+The order of a contraction is free, so it is the one in which a thread finds all its operands in words that it loads
+whole; :func:`permute` brings the tokens into it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.gpu import registers
+
+# Values of a contraction step, two in a byte.
+_STEP_BYTES = registers.ROW_BYTES
+STEP = 2 * _STEP_BYTES
+_STEP_SCALES = STEP // 32
+# Rows that a warpgroup's matrix instruction takes; a warpgroup has two such tiles, of two matrices or of one.
+ROWS = registers.ROWS
+# One persistent program for each multiprocessor; with another number of them the kernel is as right, but slower.
+_PROGRAMS = 132
+# Shared memory that a program may use for its pipeline; the rest is for barriers and alignment.
+_SHARED_BYTES = 220 * 1024
+# A decoded weight is 2^-32 times its value: E2M1 codes are moved into bfloat16's bits, where they are 2^-126 of their
+# value, and one multiplication has to bring both that and the scale. It is exact for scales in 2^-94 .. 2^33.
+_EXPONENT = 94
+UNSCALE = 2.0**32
+
+_DECODE = """{
+.reg .b32 a, b, c, d, high;
+shr.b32 high, $4, 8;
+and.b32 a, $4, 0x000F000F;
+and.b32 b, $4, 0x00F000F0;
+and.b32 c, high, 0x000F000F;
+and.b32 d, high, 0x00F000F0;
+mul.lo.u32 a, a, 0x1040;
+mul.lo.u32 b, b, 0x0104;
+mul.lo.u32 c, c, 0x1040;
+mul.lo.u32 d, d, 0x0104;
+and.b32 a, a, 0x81C081C0;
+and.b32 b, b, 0x81C081C0;
+and.b32 c, c, 0x81C081C0;
+and.b32 d, d, 0x81C081C0;
+mul.rn.bf16x2 $0, a, $5;
+mul.rn.bf16x2 $1, b, $5;
+mul.rn.bf16x2 $2, c, $5;
+mul.rn.bf16x2 $3, d, $5;
+}"""
+
+
+def permute(x: jax.Array) -> jax.Array:
+    """``[..., width]`` in the order in which the kernel contracts; width is a multiple of ``STEP``.
+
+    Thread c of four holds 64 consecutive values of a step, 8 words of 8 codes. A word is decoded into four pairs of
+    codes (i, i + 4); a matrix instruction takes two pairs of each thread.
+    """
+    parts = x.reshape(*x.shape[:-1], -1, 4, 8, 2, 2, 2)  # step, thread, word, half of a pair, instruction, pair
+    order = (0, 2, 4, 5, 1, 3)  # step, word, instruction, pair, thread, half of a pair
+    lead = x.ndim - 1
+    return parts.transpose(*range(lead), *(lead + axis for axis in order)).reshape(x.shape)
+
+
+def groups(rows: int) -> int:
+    """Warpgroups that multiply, each with 2·64 rows of weights."""
+    # More of them decode faster, but their sums have to fit into registers.
+    return 4 if rows <= 16 else 2
+
+
+def supports(out: int, width: int, fused: bool) -> str | None:
+    """Why matrices ``[out, width]`` cannot be multiplied; None if they can."""
+    multiple = 2 * ROWS * (1 if fused else 2)
+    if out % multiple:
+        return f"{out} rows of an expert's matrix are not a multiple of {multiple}"
+    if width % STEP:
+        return f"{width} columns of an expert's matrix are not a multiple of {STEP}"
+    return None
+
+
+def grouped_product(x, expert, live, first, second, weights, *, limit: float | None, rows: int):
+    """Multiplies blocks of rows with their experts' matrices.
+
+    Args:
+      x: ``[blocks · rows, width]`` bfloat16, permuted; rows that nobody needs may hold anything.
+      expert: ``[blocks]`` int32.
+      live: ``[1]`` int32; blocks from this one on are not computed.
+      first: codes ``[experts, out, width/2]`` and scales ``[experts, out, width/32]``, uint8.
+      second: as ``first``: the up matrix; None: one plain product with ``first``.
+      weights: ``[blocks · rows]`` float32 routing weights, None without ``second``.
+      limit: clamp of the SwiGLU; None without ``second``.
+      rows: of a block, 8 .. 128 and a multiple of 8 (static).
+
+    Returns:
+      ``[blocks · rows, out]`` bfloat16: silu(gate) · up · weight, or with one matrix the product. What lies in blocks
+      that are not live is undefined.
+    """
+    fused = second is not None
+    (codes_a, scales_a), (codes_b, scales_b) = first, second if fused else first
+    out, width = codes_a.shape[1], codes_a.shape[2] * 2
+    count = groups(rows)
+    if out % (ROWS * count * (1 if fused else 2)):
+        count //= 2
+    tile = ROWS * count  # rows of one of the two matrices, or of each half of the one
+    tile_out = tile if fused else 2 * tile
+    tiles, steps = out // tile_out, width // STEP
+    stages = min(_SHARED_BYTES // (2 * tile * _STEP_BYTES + rows * STEP * 2), 6)
+    inputs = (x, expert, live, codes_a, codes_b, scales_a, scales_b)
+    inputs += (weights,) if fused else ()
+
+    def body(x_ref, expert_ref, live_ref, a_ref, b_ref, sa_ref, sb_ref, *refs):
+        weights_ref, (out_ref, w_smem, x_smem, full, empty) = refs[0], refs[len(inputs) - 7 :]
+        program = lax.axis_index("program")
+        group = lax.axis_index("group")
+        total = live_ref[0] * tiles
+        mine = lax.div(jnp.maximum(total - program + _PROGRAMS - 1, 0), jnp.int32(_PROGRAMS))
+
+        def place(index):
+            at = program + index * _PROGRAMS
+            block = lax.div(at, jnp.int32(tiles))
+            return block, lax.rem(at, jnp.int32(tiles)) * tile_out
+
+        @pl.when(group == count)
+        def _copy():
+            plgpu.set_max_registers(registers.COPY_REGISTERS, action="decrease")
+
+            @pl.loop(0, mine)
+            def _tile(index):
+                block, row = place(index)
+                chosen = expert_ref[block]
+
+                @pl.loop(0, steps)
+                def _step(step):
+                    number = index * steps + step
+                    slot = lax.rem(number, jnp.int32(stages))
+
+                    @pl.when(number >= stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    codes = pl.ds(step * _STEP_BYTES, _STEP_BYTES)
+                    for i, ref in enumerate((a_ref, b_ref)):
+                        start = row if fused else row + i * tile
+                        plgpu.copy_gmem_to_smem(
+                            ref.at[chosen, pl.ds(start, tile), codes], w_smem.at[slot, i], full.at[slot]
+                        )
+                    plgpu.copy_gmem_to_smem(
+                        x_ref.at[pl.ds(block * rows, rows), pl.ds(step * STEP, STEP)], x_smem.at[slot], full.at[slot]
+                    )
+
+        @pl.when(group < count)
+        def _compute():
+            plgpu.set_max_registers(registers.compute_registers(count), action="increase")
+
+            def fetch(chosen, row, step):
+                columns = pl.ds(step * _STEP_SCALES, _STEP_SCALES)
+                second_row = row if fused else row + tile
+                return _fetch_scales(
+                    sa_ref.at[chosen, pl.ds(row, tile), columns], sb_ref.at[chosen, pl.ds(second_row, tile), columns]
+                )
+
+            def one_tile(index, carry):
+                chosen, scales = carry
+                block, row = place(index)
+                next_block, next_row = place(jnp.minimum(index + 1, mine - 1))
+                next_chosen = expert_ref[next_block]
+
+                def accumulate(acc_a, acc_b):
+                    def one_step(step, scales):
+                        number = index * steps + step
+                        slot = lax.rem(number, jnp.int32(stages))
+                        last = step + 1 == steps
+                        ahead = fetch(
+                            jnp.where(last, next_chosen, chosen),
+                            jnp.where(last, next_row, row),
+                            jnp.where(last, 0, step + 1),
+                        )
+                        plgpu.barrier_wait(full.at[slot])
+                        for half in range(2):
+                            tokens = x_smem.at[slot, :, pl.ds(half * (STEP // 2), STEP // 2)].transpose((1, 0))
+                            for i, acc in enumerate((acc_a, acc_b)):
+                                plgpu.wgmma(acc, _decode(w_smem.at[slot, i], scales, i, half), tokens)
+                                # One product runs while the next operand is decoded: registers hold two.
+                                plgpu.wgmma_wait(1)
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(empty.at[slot])
+                        return ahead
+
+                    ahead = lax.fori_loop(0, steps, one_step, scales)
+                    return acc_a[...], acc_b[...], ahead
+
+                acc = plgpu.ACC((ROWS, rows), jnp.float32)
+                a, b, ahead = pl.run_scoped(accumulate, acc, acc)
+                # A product is returned in bfloat16, whatever follows it.
+                a, b = ((value * UNSCALE).astype(jnp.bfloat16) for value in (a, b))
+                here = out_ref.at[pl.ds(block * rows, rows), pl.ds(row, tile_out)]
+                if fused:
+                    gate = jnp.minimum(a.astype(jnp.float32), limit)
+                    up = jnp.clip(b.astype(jnp.float32), -limit, limit)
+                    weight = plgpu.load(
+                        weights_ref.at[pl.ds(block * rows, rows)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+                    )
+                    inner = gate / (1 + jnp.exp(-gate)) * up * lax.broadcast_in_dim(weight, up.shape, [1])
+                    registers.store_columns(inner.astype(jnp.bfloat16), here, 0, rows)
+                else:
+                    registers.store_columns(a, here, 0, rows)
+                    registers.store_columns(b, here, tile, rows)
+                return next_chosen, ahead
+
+            @pl.when(mine > 0)
+            def _():
+                block, row = place(0)
+                chosen = expert_ref[block]
+                lax.fori_loop(0, mine, one_tile, (chosen, fetch(chosen, row, 0)))
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((x.shape[0], out), jnp.bfloat16),
+        grid=(_PROGRAMS,),
+        grid_names=("program",),
+        num_threads=count + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        scratch_types=[
+            plgpu.SMEM((stages, 2, tile, _STEP_BYTES), jnp.uint8, transforms=registers.CODES),
+            plgpu.SMEM((stages, rows, STEP), jnp.bfloat16, transforms=registers.TOKENS),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=3),
+            plgpu.Barrier(num_barriers=stages, num_arrivals=count),
+        ],
+    )
+    return kernel(*inputs)
+
+
+def _fetch_scales(first, second) -> jax.Array:
+    """Loads a thread's scales of a step: for each matrix and each of its two rows two bytes; opaque to others."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=registers.flat(4))
+    def fetch(ctx, *refs):
+        del ctx
+        row, place = registers.thread()
+        loaded = []
+        for ref in refs:
+            pointer, stride = mgpu.utils.memref_ptr(ref), registers.i32(registers.stride(ref))
+            for below in (0, 8):
+                at = arith.muli(arith.addi(row, registers.i32(below)), stride)
+                at = arith.addi(at, arith.muli(place, registers.i32(2)))
+                both = llvm.load(ir.IntegerType.get_signless(16), registers.offset(pointer, at), alignment=2)
+                loaded.append(arith.extui(ir.IntegerType.get_signless(32), both))
+        return registers.flat_array(loaded)
+
+    return fetch(first, second)
+
+
+def _decode(codes, scales: jax.Array, matrix: int, half: int) -> jax.Array:
+    """A group's operand of half a step, ``[64, 128]`` bfloat16, from its tile ``[rows of all groups, 128]`` uint8."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(registers.CODES), registers.flat_layout(4)),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, STEP // 2), jnp.bfloat16, plgpu.Layout.WGMMA),
+    )
+    def decode(ctx, codes, scales):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        first, place = registers.thread()
+        chunk = arith.addi(arith.muli(place, registers.i32(2)), registers.i32(half))
+        pairs = {}
+        for below in range(2):
+            byte = arith.shrui(registers.element(scales.registers[2 * matrix + below]), registers.i32(8 * half))
+            exponent = arith.addi(arith.andi(byte, registers.i32(255)), registers.i32(_EXPONENT))
+            factor = arith.muli(exponent, registers.i32((1 << 7) | (1 << 23)))
+            row = arith.addi(first, registers.i32(8 * below))
+            for i, word in enumerate(registers.four_words(codes, row, chunk)):
+                four = mgpu.utils.inline_ptx(_DECODE, word, factor, result_types=(i32,) * 4, has_side_effects=False)
+                pairs |= {(4 * i + j, below): pair for j, pair in enumerate(four)}
+        return registers.operand(pairs, STEP // 2)
+
+    return decode(codes, scales)

@@ -1,0 +1,1 @@
+"""Parts of Hopper kernels that several operations share."""

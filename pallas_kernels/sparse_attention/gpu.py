@@ -1,0 +1,162 @@
+"""Sparse attention on NVIDIA GPUs: the Mosaic GPU kernel for what it takes, the Triton one for other float entries."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.backend import interpreted
+from pallas_kernels.formats import Format, Packed
+from pallas_kernels.sparse_attention import gpu_mosaic, gpu_triton, xla
+from pallas_kernels.sparse_attention.gpu_rows import pool_source, window_source
+
+
+def unsupported(
+    queries: jax.Array,
+    local: Packed,
+    local_fmt: Format,
+    local_valid: jax.Array,
+    pool: Packed | None,
+    pool_fmt: Format,
+    page_table: jax.Array | None,
+    indices: jax.Array | None,
+    sink: jax.Array,
+    rotation: jax.Array | None = None,
+    *,
+    window: int,
+    scale: float,
+    probability_dtype: jnp.dtype,
+) -> str | None:
+    """Why no kernel can run these arguments; None if one can."""
+    arrays = (queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation)
+    reason = _not_for_mosaic(queries, local, local_fmt, pool, pool_fmt, indices, rotation, window, probability_dtype)
+    if reason is None:
+        return None
+    other = gpu_triton.unsupported(*arrays, window=window, scale=scale, probability_dtype=probability_dtype)
+    return None if other is None else f"{reason}; {other}"
+
+
+def _not_for_mosaic(
+    queries: jax.Array,
+    local: Packed,
+    local_fmt: Format,
+    pool: Packed | None,
+    pool_fmt: Format,
+    indices: jax.Array | None,
+    rotation: jax.Array | None,
+    window: int,
+    probability_dtype: jnp.dtype,
+) -> str | None:
+    if interpreted():
+        return "the Mosaic GPU kernel has no interpret mode"
+    heads, width = queries.shape[-2:]
+    if queries.dtype != jnp.bfloat16:
+        return f"queries are {queries.dtype}"
+    if jnp.dtype(probability_dtype) != jnp.bfloat16:
+        return f"probabilities are {jnp.dtype(probability_dtype).name}"
+    if heads > gpu_mosaic.HEADS:
+        return f"{heads} heads are more than {gpu_mosaic.HEADS}"
+    if width != gpu_mosaic.WIDTH:
+        return f"head_dim {width} is not {gpu_mosaic.WIDTH}"
+    listed = window if rotation is None else local.payload.shape[1]
+    tiles = pl.cdiv(listed, gpu_mosaic.TILE_ROWS)
+    tiles += 0 if pool is None else pl.cdiv(indices.shape[-1], gpu_mosaic.TILE_ROWS)
+    if tiles > gpu_mosaic.MOST_TILES:
+        return f"{tiles} tiles of entries are more than {gpu_mosaic.MOST_TILES}"
+    for name, fmt in (("window", local_fmt), ("pool", pool_fmt if pool is not None else local_fmt)):
+        if fmt not in gpu_mosaic.FORMATS:
+            return f"{name} entries are {fmt}"
+    return None
+
+
+def sparse_attention(
+    queries: jax.Array,
+    local: Packed,
+    local_fmt: Format,
+    local_valid: jax.Array,
+    pool: Packed | None,
+    pool_fmt: Format,
+    page_table: jax.Array | None,
+    indices: jax.Array | None,
+    sink: jax.Array,
+    rotation: jax.Array | None = None,
+    *,
+    window: int,
+    scale: float,
+    probability_dtype: jnp.dtype,
+) -> jax.Array:
+    """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
+    static = {"window": window, "scale": scale, "probability_dtype": jnp.dtype(probability_dtype)}
+    if (
+        _not_for_mosaic(queries, local, local_fmt, pool, pool_fmt, indices, rotation, window, probability_dtype)
+        is not None
+    ):
+        return gpu_triton.sparse_attention(
+            queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation, **static
+        )
+    arrays = (queries, local, local_valid, pool, page_table, indices, sink, rotation)
+    return _attend(local_fmt, pool_fmt, tuple(static.items()), *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # what is made only for its shape must not be computed
+def _attend(
+    local_fmt: Format,
+    pool_fmt: Format,
+    static: tuple,
+    queries: jax.Array,
+    local: Packed,
+    local_valid: jax.Array,
+    pool: Packed | None,
+    page_table: jax.Array | None,
+    indices: jax.Array | None,
+    sink: jax.Array,
+    rotation: jax.Array | None,
+) -> jax.Array:
+    options = dict(static)
+    tile = gpu_mosaic.TILE_ROWS
+    seen = window_source(local, local_fmt, local_valid, rotation, options["window"], queries.dtype, tile).seen
+    near = gpu_mosaic.Entries(_rows(local), seen)
+    far = None
+    if pool is not None:
+        seen = pool_source(pool, pool_fmt, page_table, indices, queries.dtype, tile).seen
+        far = gpu_mosaic.Entries(_rows(pool), seen)
+    flat = queries.reshape(-1, *queries.shape[2:])
+    out, _ = gpu_mosaic.forward(flat, near, local_fmt, far, pool_fmt, sink, scale=options["scale"])
+    return out.reshape(queries.shape)
+
+
+def _rows(packed: Packed) -> Packed:
+    return packed.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]))
+
+
+def _attend_forward(local_fmt, pool_fmt, static, *arrays):
+    return _attend(local_fmt, pool_fmt, static, *arrays), arrays
+
+
+def _attend_backward(local_fmt, pool_fmt, static, arrays, cotangent):
+    queries, local, local_valid, pool, page_table, indices, sink, rotation = arrays
+
+    def run(queries, local, pool, sink):
+        return xla.sparse_attention(
+            queries,
+            local,
+            local_fmt,
+            local_valid,
+            pool,
+            pool_fmt,
+            page_table,
+            indices,
+            sink,
+            rotation,
+            **dict(static),
+        )
+
+    d_queries, d_local, d_pool, d_sink = jax.vjp(run, queries, local, pool, sink)[1](cotangent)
+    return d_queries, d_local, None, d_pool, None, None, d_sink, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,84 @@
+"""The benchmark's harness, on operations small enough for any machine."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import bench
+from pallas_kernels.benchmark.case import Case, output_bytes
+from pallas_kernels.benchmark.limits import Limits
+from pallas_kernels.benchmark.measure import measure
+from pallas_kernels.benchmark.table import render
+from pallas_kernels.top_k import top_k
+
+LIMITS = Limits(copy_bytes_per_s=1e9, operations_per_s=1e9)
+
+
+def case(call=lambda arrays: top_k(arrays["scores"], 3), operations: float = 4000.0, torch=None) -> Case:
+    def error(arrays, out) -> float:
+        return float(np.max(np.abs(np.asarray(out[0]) - np.sort(np.asarray(arrays["scores"]))[..., ::-1][..., :3])))
+
+    return Case(
+        operation="top_k",
+        name="2 × 50",
+        arrays=lambda rng: {"scores": jnp.asarray(rng.standard_normal((2, 50)), jnp.float32)},
+        call=call,
+        operations=operations,
+        bytes=400.0,
+        error=error,
+        torch=torch,
+        note="a note",
+    )
+
+
+def test_a_row_says_time_floor_back_end_and_error():
+    row = measure(case(), LIMITS)
+    assert row.back_end == "xla"
+    assert row.floor_s == 4e-6
+    assert row.error == 0
+    assert row.seconds > 0
+    assert row.of_floor == row.floor_s / row.seconds
+    assert not row.failed
+
+
+def test_a_failure_and_a_case_too_long_are_said_not_raised():
+    def broken(arrays):
+        raise RuntimeError("out of memory\nsecond line")
+
+    row = measure(case(broken), LIMITS)
+    assert row.failed["native"] == "RuntimeError: out of memory"
+    assert row.seconds is None
+    skipped = measure(case(operations=5e9), LIMITS, longest_floor_s=1)
+    assert skipped.failed == {"all": "its floor is 5 s here"}
+    text = render([row, skipped], LIMITS, "title")
+    assert "no time of native: RuntimeError: out of memory" in text
+    assert "no time of all: its floor is 5 s here" in text
+
+
+def test_output_bytes():
+    assert output_bytes((jnp.zeros(3), jnp.zeros((2, 2), jnp.uint8))) == 16
+
+
+def test_the_command_prints_and_writes_its_rows(monkeypatch, tmp_path, capsys):
+    module = types.ModuleType("pallas_kernels.top_k.bench")
+    module.cases = lambda: [case()]
+    monkeypatch.setitem(__import__("sys").modules, "pallas_kernels.top_k.bench", module)
+    monkeypatch.setattr("pallas_kernels.benchmark.limits.measure_limits", lambda: LIMITS)
+    assert bench.main(["top_k", "--json", str(tmp_path / "rows.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "| top_k | 2 × 50 |" in printed
+    assert "a note" in printed
+    record = json.loads((tmp_path / "rows.json").read_text())
+    assert record["rows"][0]["error"] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_an_unknown_operation_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["abacus"])
+    assert "abacus" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""The routed experts' GPU kernel: what it promises, what it leaves to XLA. Its inline PTX has no interpreter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.expert_matmul import gpu, gpu_product, xla
+from pallas_kernels.formats import FP8_E8M0, DenseFormat
+from tests.pallas_kernels.base.common import compiled
+from tests.pallas_kernels.base.expert_matmul import LIMIT, ExpertMatmulTests, case
+
+SIZES = {"hidden": 512, "inner": 256}
+
+
+@pytest.mark.gpu
+class TestExpertMatmul(ExpertMatmulTests):
+    backend = "gpu"
+    sizes = SIZES
+    packed, dtype, fmt = True, "bfloat16", FP8_E8M0
+    # Both round the same products to bfloat16 and E4M3; one that lies at a tie may fall to the other side.
+    tolerance = 2.0**-4
+
+    # What is about floats: they are XLA's.
+    test_float32 = None
+    test_gradients_are_the_references_and_finite_beside_poison = None
+    test_packed_experts_pass_gradients_to_their_input = None
+    test_expert_is_the_references = None
+
+    @pytest.mark.parametrize("rows", [1, 40, 600])
+    def test_blocks_of_every_size(self, rows: int):
+        self.check(self.case(5, rows=rows + 4), FP8_E8M0, self.tolerance)
+
+    def test_one_layer_of_several(self):
+        layers = [self.case(5), self.case(6)]
+        matrices = {
+            name: jax.tree.map(lambda *leaves: jnp.stack([leaf[:5] for leaf in leaves]), *(c[name] for c in layers))
+            for name in ("w1", "w3", "w2")
+        }
+        own = layers[0] | {name: jax.tree.map(lambda leaf: leaf[1], w) for name, w in matrices.items()}
+        out = self.run(
+            "expert_matmul", layers[0] | matrices | {"layer": jnp.int32(1)}, limit=2.0, activation_fmt=FP8_E8M0
+        )
+        wanted = self.run("expert_matmul", own, limit=2.0, activation_fmt=FP8_E8M0)
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(wanted))
+
+    def test_gradients_are_xlas(self):
+        arrays = self.case(5)
+
+        def gradients(function):
+            def loss(x, weights):
+                given = arrays | {"x": x, "expert_weights": weights}
+                return jnp.sum(function(**given, limit=LIMIT, activation_fmt=FP8_E8M0))
+
+            return jax.jit(jax.grad(loss, argnums=(0, 1)))(arrays["x"], arrays["expert_weights"])
+
+        for mine, wanted in zip(gradients(gpu.expert_matmul), gradients(xla.expert_matmul), strict=True):
+            np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(wanted, np.float32))
+
+
+def test_every_pair_has_its_own_slot_in_a_block_of_its_expert():
+    experts, size = 7, 8
+    ids = np.random.default_rng(0).integers(0, experts + 1, (50, 3)).astype(np.int32)
+    ids[:20] = 2
+    blocks = jax.tree.map(np.asarray, compiled(gpu._blocks, {"ids": jnp.asarray(ids)}, experts=experts, size=size))
+    live = blocks.live[0]
+    assert live == sum(-(-np.sum(ids == e) // size) for e in range(experts))
+    real = ids < experts
+    slots = blocks.slot[real]
+    assert len(set(slots)) == real.sum()
+    assert (slots < live * size).all()
+    np.testing.assert_array_equal(blocks.expert[slots // size], ids[real])
+    np.testing.assert_array_equal(blocks.row.reshape(-1)[slots], np.nonzero(real)[0])
+    np.testing.assert_array_equal(blocks.pair.reshape(-1)[slots], np.nonzero(real.reshape(-1))[0])
+    assert blocks.slot.max() < blocks.row.size
+
+
+@pytest.mark.parametrize(("pairs", "experts", "rows"), [(6, 384, 8), (3072, 384, 16), (49152, 384, 64), (50, 3, 32)])
+def test_rows_of_a_block(pairs: int, experts: int, rows: int):
+    assert gpu.block_rows(pairs, experts) == rows
+
+
+def test_contraction_order_is_a_permutation_of_each_step():
+    order = np.asarray(gpu_product.permute(jnp.arange(2 * gpu_product.STEP)))
+    assert sorted(order[: gpu_product.STEP]) == list(range(gpu_product.STEP))
+    # First instruction: the threads' first words, codes 0, 4 and 1, 5.
+    assert list(order[:16]) == [
+        64 * thread + code for first in (0, 1) for thread in range(4) for code in (first, first + 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fmt", "reason"),
+    [
+        ({"packed": False}, FP8_E8M0, "weights are bfloat16, not packed"),
+        ({"dtype": "float32"}, FP8_E8M0, "x is float32"),
+        ({}, DenseFormat("float32"), "not exact in bfloat16"),
+        ({"hidden": 320}, FP8_E8M0, "320 columns of an expert's matrix are not a multiple of 256"),
+        ({"inner": 64}, FP8_E8M0, "64 rows of an expert's matrix are not a multiple of 128"),
+    ],
+)
+def test_what_is_left_to_xla(changes: dict, fmt, reason: str):
+    arrays = jax.eval_shape(lambda: case(3, **({"packed": True, "dtype": "bfloat16"} | SIZES | changes)))
+    if not changes.get("packed", True):
+        arrays["w1"] = arrays["w1"]._replace(weight=jax.ShapeDtypeStruct(arrays["w1"].weight.shape, jnp.bfloat16))
+    assert reason in gpu.unsupported(**arrays, limit=1.0, activation_fmt=fmt)
+
+
+def test_what_the_kernel_runs():
+    arrays = jax.eval_shape(lambda: case(3, packed=True, dtype="bfloat16", **SIZES))
+    for fmt in (FP8_E8M0, DenseFormat("bfloat16")):
+        assert gpu.unsupported(**arrays, limit=1.0, activation_fmt=fmt) is None
