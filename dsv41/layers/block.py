@@ -12,10 +12,11 @@ from dsv41.layers.attention import Attention
 from dsv41.layers.engram import add_engram, engram_gate
 from dsv41.layers.flow import Flow, LayerInputs, LayerOutputs, Step
 from dsv41.layers.linear import RMSNorm
-from dsv41.layers.mhc import coefficients, declare_hyper_connection, mix_streams, update_streams
-from dsv41.layers.moe import MixtureOfExperts
+from dsv41.layers.mhc import cross, declare_hyper_connection, mix_streams, update_streams
+from dsv41.layers.moe import ExpertMatrices, MixtureOfExperts
 from dsv41.settings import Settings
 from dsv41.state.tail import Projections
+from pallas_kernels.mhc import Update
 from pallas_kernels.products import narrow
 
 
@@ -50,28 +51,33 @@ class Block(nn.Module):
         x = self.attn_norm(mix_streams(flow.streams, flow.mix))
         return self.attn.write_memory(x, flow, inputs, step)
 
-    def __call__(self, flow: Flow, inputs: LayerInputs, step: Step) -> tuple[Flow, LayerOutputs]:
-        text = self.settings.text
+    def __call__(
+        self, flow: Flow, inputs: LayerInputs, step: Step, experts: ExpertMatrices | None = None
+    ) -> tuple[Flow, LayerOutputs]:
+        """Runs the layer.
+
+        Args:
+          experts: the routed experts of all layers of a loop, ``[layers, experts, ...]``, to be read at
+            ``inputs.expert_slot``; None: the layer's own. A loop's own slice of them would be a copy in every step.
+        """
         if self.has_engram:
             flow = self._engram(flow, inputs, step)
         if self.has_tap:
             mean = narrow(jnp.mean(flow.streams.astype(jnp.float32), axis=-2), flow.taps.dtype)
             flow = flow.replace(taps=flow.taps.at[inputs.tap_slot].set(mean, mode="drop"))
 
-        c = coefficients(flow.streams, self.hc_attn, text)
-        x = self.attn_norm(mix_streams(flow.streams, flow.mix))
+        _, x, c = cross(flow.streams, flow.mix, self.hc_attn, self.attn_norm)
         projections = None
         if self.kind.mode is Mode.FULL and self.appends:
             flow, projections = self.attn.write_memory(x, flow, inputs, step)
         flow, attended = self.attn(x, flow, inputs, step)
-        flow = flow.replace(streams=update_streams(flow.streams, attended.y, c), mix=c.pre)
         self.sow("intermediates", "attn_in", x)
         self.sow("intermediates", "attn_out", attended.y)
 
-        c = coefficients(flow.streams, self.hc_ffn, text)
-        x = self.ffn_norm(mix_streams(flow.streams, flow.mix))
-        y, routing = self.ffn(x, step.is_image, step.valid)
-        flow = flow.replace(streams=update_streams(flow.streams, y, c), mix=c.pre)
+        update = Update(attended.y, c.post, c.comb)
+        streams, x, c = cross(flow.streams, c.pre, self.hc_ffn, self.ffn_norm, update)
+        y, routing = self.ffn(x, step.is_image, step.valid, experts, inputs.expert_slot)
+        flow = flow.replace(streams=update_streams(streams, y, c), mix=c.pre)
         self.sow("intermediates", "ffn_out", y)
         self.sow("intermediates", "router_idx", routing.experts)
         self.sow("intermediates", "router_w", routing.weights)

@@ -19,12 +19,13 @@ from dsv41.layer_table import LayerKind, Mode
 from dsv41.layers.attention import Attention
 from dsv41.layers.flow import RotaryTable
 from dsv41.layers.linear import Linear, RMSNorm, WideLinear, declare
-from dsv41.layers.mhc import coefficients, declare_hyper_connection, first_mix, mix_streams, update_streams
+from dsv41.layers.mhc import cross, declare_hyper_connection, first_mix, mix_streams, update_streams
 from dsv41.layers.moe import MixtureOfExperts
 from dsv41.numerics.rotary import rotary_table, window_frequencies
 from dsv41.settings import Settings
 from dsv41.state.ring import Ring
 from pallas_kernels.formats import Packed
+from pallas_kernels.mhc import Update
 from pallas_kernels.products import einsum, narrow, operand_dtype
 
 # How far below the sink the subtracted maximum may fall, so that the sink's exponential stays finite.
@@ -132,12 +133,9 @@ class DraftStage(nn.Module):
         Returns:
           streams and mix after the stage.
         """
-        text = self.settings.text
-        c = coefficients(streams, self.hc_attn, text)
-        x = self.attn_norm(mix_streams(streams, mix))
-        streams = update_streams(streams, self._attend(x, ring, held, rope), c)
-        pre, c = c.pre, coefficients(streams, self.hc_ffn, text)
-        x = self.ffn_norm(mix_streams(streams, pre))
+        _, x, c = cross(streams, mix, self.hc_attn, self.attn_norm)
+        update = Update(self._attend(x, ring, held, rope), c.post, c.comb)
+        streams, x, c = cross(streams, c.pre, self.hc_ffn, self.ffn_norm, update)
         everywhere = jnp.ones(x.shape[:2], bool)
         # The image bias is a backbone matter: drafts are text, wherever they stand.
         y, _ = self.ffn(x, ~everywhere, everywhere)

@@ -46,6 +46,8 @@ class LayerInputs:
       index_slot: int32, the index source among all (only read with forced selections).
       engram_slot: int32, the Engram before this layer, −1 without.
       tap_slot: int32, place of this layer among DSpark's target layers; their number if it is none.
+      expert_slot: int32, place of this layer among those whose stacked experts it reads (:class:`Block`);
+        None if it reads its own.
     """
 
     ring: Packed
@@ -53,6 +55,7 @@ class LayerInputs:
     index_slot: jax.Array
     engram_slot: jax.Array
     tap_slot: jax.Array
+    expert_slot: jax.Array | None = None
 
 
 @struct.dataclass

@@ -36,11 +36,11 @@ class Indexer(nn.Module):
         return rotate(self.k_norm(self.wk(latents)), rope)
 
     def queries(self, x: jax.Array, low_rank: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
-        """Rounded index queries ``[batch, query, index_heads, index_head_dim]`` and head weights, float32."""
+        """Rounded index queries ``[batch, query, index_heads, index_head_dim]`` and head weights (float32)."""
         text = self.settings.text
         q = rearrange(self.wq_b(low_rank), "b s (h d) -> b s h d", h=text.index_n_heads)
         q = rotate(q, jax.tree.map(lambda t: t[:, :, None], step.rope_csa))
-        q = self.settings.formats.index_queries.round(q).astype(jnp.float32)
+        q = self.settings.formats.index_queries.round(q)
         weights = self.weights_proj(x).astype(jnp.float32)
         return q, weights * (text.index_head_dim**-0.5 * text.index_n_heads**-0.5)
 

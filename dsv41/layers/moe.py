@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -71,6 +72,23 @@ class ExpertMatrix(nn.Module):
         return ExpertWeights(self.weight, self.scale)
 
 
+class ExpertMatrices(NamedTuple):
+    """The routed experts' matrices of one layer, or of several on a leading axis."""
+
+    w1: ExpertWeights
+    w3: ExpertWeights
+    w2: ExpertWeights
+
+    @classmethod
+    def stacked(cls, params: Mapping[str, Any], loops: int) -> ExpertMatrices:
+        """The matrices ``[layers, experts, ...]`` in the parameters of :class:`Experts` under ``loops`` loops."""
+
+        def flat(leaf: jax.Array) -> jax.Array:
+            return leaf.reshape(-1, *leaf.shape[loops:])
+
+        return cls(*(ExpertWeights(flat(params[w]["weight"]), flat(params[w]["scale"])) for w in cls._fields))
+
+
 class Experts(nn.Module):
     """The routed experts: w1 (gate), w3 (up), w2 (down), stacked."""
 
@@ -84,15 +102,23 @@ class Experts(nn.Module):
         self.w3 = ExpertMatrix(self.settings, self.num_experts, inner, wide, ("expert_mlp", "embed"))
         self.w2 = ExpertMatrix(self.settings, self.num_experts, wide, inner, ("embed", "expert_mlp"))
 
-    def __call__(self, x: jax.Array, routing: Routing) -> jax.Array:
-        """Σ over the chosen experts for rows ``[rows, d]``: ``[rows, d]`` float32."""
+    def __call__(
+        self, x: jax.Array, routing: Routing, stacked: ExpertMatrices | None = None, layer: jax.Array | None = None
+    ) -> jax.Array:
+        """Σ over the chosen experts for rows ``[rows, d]``: ``[rows, d]`` float32.
+
+        Args:
+          stacked: matrices of several layers, of which ``layer`` is read; None: this module's own.
+        """
+        w1, w3, w2 = (self.w1(), self.w3(), self.w2()) if stacked is None else stacked
         return expert_matmul(
             x,
             routing.experts,
             routing.weights,
-            self.w1(),
-            self.w3(),
-            self.w2(),
+            w1,
+            w3,
+            w2,
+            layer=None if stacked is None else layer,
             limit=self.settings.text.swiglu_limit,
             activation_fmt=self.settings.formats.activations,
         )
@@ -129,11 +155,21 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(self.settings, self.num_experts)
         self.shared_experts = SharedExpert(self.settings)
 
-    def __call__(self, x: jax.Array, is_image: jax.Array, valid: jax.Array) -> tuple[jax.Array, Routing]:
-        """``[batch, query, d]`` to the same; rows that are not ``valid`` [batch, query] reach no expert."""
+    def __call__(
+        self,
+        x: jax.Array,
+        is_image: jax.Array,
+        valid: jax.Array,
+        stacked: ExpertMatrices | None = None,
+        layer: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """``[batch, query, d]`` to the same; rows that are not ``valid`` [batch, query] reach no expert.
+
+        ``stacked`` and ``layer``: see :class:`Experts`.
+        """
         routing = self.gate(x, is_image)
         # Expert number `num_experts` is nobody: padded rows cost no expert and cannot reach live ones.
         sent = Routing(jnp.where(valid[..., None], routing.experts, self.num_experts), routing.weights)
         flat = Routing(*(rearrange(r, "b s k -> (b s) k") for r in sent))
-        y = self.experts(rearrange(x, "b s d -> (b s) d"), flat).reshape(x.shape)
+        y = self.experts(rearrange(x, "b s d -> (b s) d"), flat, stacked, layer).reshape(x.shape)
         return narrow(y + self.shared_experts(x).astype(jnp.float32), x.dtype), routing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from dsv41.layer_table import Group, Layer, Mode, Run, stack_plan
 from dsv41.layers.block import Block
 from dsv41.layers.flow import Flow, LayerInputs, LayerOutputs, Step
+from dsv41.layers.moe import ExpertMatrices
 from dsv41.settings import Settings
 from dsv41.state.tail import Tails
 from pallas_kernels.formats import Packed
@@ -31,7 +33,7 @@ def _loop(module: type[nn.Module], length: int) -> type[nn.Module]:
         module,
         variable_axes={"params": 0, "intermediates": 0},
         split_rngs={"params": True},
-        in_axes=(0, nn.broadcast),
+        in_axes=(0, nn.broadcast, nn.broadcast),
         length=length,
         metadata_params={nn.PARTITION_NAME: "layers"},
         # The check traces every body a second time, at every level of nesting; our bodies broadcast nothing back.
@@ -58,11 +60,15 @@ class GroupBlock(nn.Module):
         ]
 
     def __call__(
-        self, flow: Flow, inputs: tuple[LayerInputs, ...], step: Step
+        self,
+        flow: Flow,
+        inputs: tuple[LayerInputs, ...],
+        step: Step,
+        experts: tuple[ExpertMatrices | None, ...],
     ) -> tuple[Flow, tuple[LayerOutputs, ...]]:
         outputs = []
-        for run, run_inputs in zip(self.runs, inputs, strict=True):
-            flow, out = run(flow, run_inputs, step)
+        for run, run_inputs, run_experts in zip(self.runs, inputs, experts, strict=True):
+            flow, out = run(flow, run_inputs, step, run_experts)
             outputs.append(out)
         return flow, tuple(outputs)
 
@@ -130,7 +136,26 @@ class Stack(nn.Module):
             index_slot=column(sources.index(i) if i in sources else 0 for i in rows),
             engram_slot=column(self.engram_layers.index(i) if i in self.engram_layers else -1 for i in rows),
             tap_slot=column(targets.index(i) if i in targets else len(targets) for i in rows),
+            expert_slot=column(itertools.chain.from_iterable(_expert_slots(group) for group in self.plan)),
         )
+
+    def _stacked_experts(self, index: int) -> tuple[ExpertMatrices | None, ...]:
+        """Of each run of a group the packed experts of all its layers; None where they are the module's own.
+
+        A loop hands its body a slice of the stacked parameters, and a kernel needs that slice as an array: a copy of
+        all experts of a layer in every step. Kernels read the stack itself. Float experts stay the loop's: the
+        gradient of a stack would be added up whole in every iteration.
+        """
+        group = self.plan[index]
+        if not self.settings.packed_weights or self.is_initializing():
+            return (None,) * len(group.runs)
+        params = self.variables["params"][f"groups_{index}"]
+
+        def of_run(i: int, run: Run) -> ExpertMatrices | None:
+            loops = (group.repeats > 1) + (run.count > 1)
+            return ExpertMatrices.stacked(params[f"runs_{i}"]["ffn"]["experts"], loops) if loops else None
+
+        return tuple(of_run(i, run) for i, run in enumerate(group.runs))
 
     def __call__(
         self, flow: Flow, ring: Packed, step: Step, first: int = 0, last: int | None = None
@@ -146,9 +171,10 @@ class Stack(nn.Module):
         inputs = self.inputs(ring)
         entries: list[Packed] = []
         projections: Tails = {}
-        for group, module in list(zip(self.plan, self.groups, strict=True))[first:last]:
+        for index in range(len(self.plan))[first:last]:
+            group, module = self.plan[index], self.groups[index]
             begin = group.start - self.layers[0].index
-            flow, outputs = module(flow, _split(inputs, group, begin), step)
+            flow, outputs = module(flow, _split(inputs, group, begin), step, self._stacked_experts(index))
             entries.append(_join([out.entries for out in outputs], group))
             for run, out in zip(group.runs, outputs, strict=True):
                 if run.kind.mode is Mode.FULL and out.projections is not None:
@@ -160,6 +186,11 @@ class Stack(nn.Module):
             queries = step.positions.shape[1]
             entries.append(ring.map(lambda leaf: jnp.zeros((0, leaf.shape[1], queries, leaf.shape[3]), leaf.dtype)))
         return flow, StackOutputs(jax.tree.map(lambda *parts: jnp.concatenate(parts), *entries), projections)
+
+
+def _expert_slots(group: Group) -> list[int]:
+    """For each layer of a group its place among all layers of its run: those of the first repetition come first."""
+    return [repeat * run.count + i for repeat in range(group.repeats) for run in group.runs for i in range(run.count)]
 
 
 def join_outputs(before: StackOutputs, after: StackOutputs) -> StackOutputs:
