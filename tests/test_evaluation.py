@@ -13,6 +13,7 @@ import pytest
 from dsv41.cli import main
 from dsv41.config import load_config
 from dsv41.evaluation.replay import compare_replay, random_prompts
+from dsv41.evaluation.widths import filled_state
 from dsv41.loading import abstract_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
@@ -67,6 +68,34 @@ def test_bench_prints_speed_floor_and_compile_time(two_layers, capsys):
     np.testing.assert_allclose(row["step_over_floor"], row["step_ms"] / row["floor_ms"], rtol=1e-6)
     assert min(row["prefill_tokens_per_s"], row["trace_s"], row["compile_s"], row["floor_ms"]) > 0
     assert min(printed["limits"]["bytes_per_s"], printed["limits"]["operations_per_s"]) > 0
+
+
+def test_bench_at_widths_needs_no_prefill(two_layers, capsys):
+    options = ["--widths", "--batch", "2", "--context", "8", "--chunk", "4", "--steps", "2", "--repeats", "2", "--json"]
+    assert main(["bench", str(two_layers), *options]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["back_end"], row["layers"], row["batch"], row["context"]) == ("xla", 2, 2, 8)
+    np.testing.assert_allclose(row["step_over_floor"], row["step_ms"] / row["step_floor_ms"], rtol=1e-6)
+    np.testing.assert_allclose(row["chunk_over_floor"], row["chunk_ms"] / row["chunk_floor_ms"], rtol=1e-6)
+    assert min(row["step_ms"], row["chunk_ms"], row["step_floor_ms"], row["chunk_floor_ms"]) > 0
+
+
+def test_a_filled_state_is_one_after_a_prompt(smooth_mini8):
+    """Positions, lengths and windows are those of a prefilled state; every entry is finite."""
+    settings = smooth_mini8[0].settings
+    context = settings.text.sliding_window + 5
+    state = filled_state(settings, 2, context, 3)
+    window = np.asarray(state.encoder_ring.positions)
+    np.testing.assert_array_equal(np.sort(window, axis=1), np.tile(np.arange(5, context), (2, 1)))
+    slots = np.arange(settings.text.sliding_window)
+    np.testing.assert_array_equal(window % settings.text.sliding_window, np.tile(slots, (2, 1)))
+    np.testing.assert_array_equal(state.length, context)
+    assert state.page_table.shape[1] * settings.page_tokens >= context + 3
+    for pool in state.memory.values():
+        assert np.isfinite(np.asarray(settings.formats.main_kv.decode(pool.main))).all()
+        assert np.asarray(settings.formats.index_keys.decode(pool.index)).std() > 0.5
+    short = np.asarray(filled_state(settings, 1, 3, 1).encoder_ring.positions)
+    np.testing.assert_array_equal(np.sort(short[0])[-4:], [-1, 0, 1, 2])
 
 
 def test_the_program_does_not_grow_with_depth():

@@ -4,6 +4,7 @@ from dsv41.checkpoint.layout import PARTS, TensorSpec, checkpoint_layout
 from dsv41.checkpoint.load import SLICE_BYTES, LoadProgress, load_checkpoint
 from dsv41.checkpoint.placement import ParameterTree, abstract_parameters, parameter_path
 from dsv41.checkpoint.random import RandomSource
+from dsv41.checkpoint.random_device import random_parameters
 from dsv41.checkpoint.safetensors_io import CheckpointError, CheckpointReader, TensorSource
 from dsv41.checkpoint.save import config_json, copy_checkpoint, save_checkpoint
 
@@ -23,5 +24,6 @@ __all__ = [
     "copy_checkpoint",
     "load_checkpoint",
     "parameter_path",
+    "random_parameters",
     "save_checkpoint",
 ]

@@ -56,7 +56,8 @@ _LARGEST_SPREAD = {"F8_E4M3": 128.0, "I8": 3.0}
 _SCALE_RMS = math.sqrt(float(np.mean(4.0**_SCALE_STEPS)))
 
 
-def _moments(spec: TensorSpec) -> tuple[float, float]:
+def moments(spec: TensorSpec) -> tuple[float, float]:
+    """Mean and standard deviation of a tensor's values."""
     for pattern, mean, deviation, fan_in in _KINDS:
         if re.search(f"({pattern})$", spec.name):
             return mean, deviation / math.sqrt(spec.value_shape[-1]) if fan_in else deviation
@@ -92,6 +93,17 @@ def _fp4_codes(deviation: float) -> np.ndarray:
     _, spread = _code_step("I8", deviation)
     codes = (_normal(256) * np.float32(spread)).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
     return (codes | codes[:, None] << 4).reshape(-1)
+
+
+def code_table(spec: TensorSpec) -> np.ndarray:
+    """Equally likely codes of a quantised tensor: 2^8 E4M3 bytes, or 2^16 bytes of two E2M1 codes."""
+    return (_fp4_codes if spec.dtype == "I8" else _fp8_codes)(moments(spec)[1])
+
+
+def scale_table(weight: TensorSpec) -> np.ndarray:
+    """Equally likely E8M0 bytes of the scales of a quantised tensor, four of them."""
+    exponent, _ = _code_step(weight.dtype, moments(weight)[1])
+    return (127 + exponent + _SCALE_STEPS).astype(np.uint8)
 
 
 class RandomSource:
@@ -135,18 +147,16 @@ class RandomSource:
 
     def _draw(self, spec: TensorSpec, bits: np.random.Philox, count: int) -> np.ndarray:
         if spec.dtype in ("F32", "BF16"):
-            mean, deviation = _moments(spec)
+            mean, deviation = moments(spec)
             draws = _draws(bits, count, "<u2")
             values = _normal(2**16)[draws] * np.float32(deviation) + np.float32(mean)
             return values.astype(NUMPY_DTYPES[spec.dtype])
         if spec.dtype == "I8":
-            return _fp4_codes(_moments(spec)[1])[_draws(bits, count, "<u2")]
+            return code_table(spec)[_draws(bits, count, "<u2")]
         draws = _draws(bits, count, "u1")
         if spec.dtype == "F8_E8M0":
-            weight = self._weights[spec.name]
-            exponent, _ = _code_step(weight.dtype, _moments(weight)[1])
-            return (127 + exponent + _SCALE_STEPS[draws & 3]).astype(np.uint8)
-        return _fp8_codes(_moments(spec)[1])[draws]
+            return scale_table(self._weights[spec.name])[draws & 3]
+        return code_table(spec)[draws]
 
 
 def _draws(bits: np.random.Philox, count: int, dtype: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""``dsv41 verify``: compares this machine's numbers with the public reference's, tensor by tensor."""
+"""``dsv41 verify``: compares this machine's numbers with the public reference's, or its kernels with XLA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,14 +17,21 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "verify",
-        help="compare with the public reference's numbers",
+        help="compare with the public reference's numbers, or kernels with XLA",
         description="Runs a golden directory (config.json, checkpoint, expected*.safetensors) on the present back end "
-        "and compares every tensor that it has. Exit code 1 if any comparison fails.",
+        "and compares every tensor that it has; or runs one layer of each kind of a configuration, with random "
+        "weights, with this platform's kernels and with XLA. Exit code 1 if any comparison fails.",
     )
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--kernels",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="a directory with config.json, whose widths are used; its tensors are not read",
+    )
+    what.add_argument(
         "--golden",
         type=pathlib.Path,
-        required=True,
         metavar="DIR",
         help="a flavour folder; token_map.npy may lie in its parent",
     )
@@ -39,12 +47,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     import jax
 
-    from dsv41.verification.golden import Golden
-    from dsv41.verification.run import verify
     from dsv41.verification.table import failed
     from pallas_kernels import backend
 
-    rows = verify(Golden(args.golden, args.checkpoint), lambda stage: print(f"verify: {stage} …", file=sys.stderr))
+    rows = _rows(args, lambda stage: print(f"verify: {stage} …", file=sys.stderr))
     platform, back_ends = jax.devices()[0], backend.report()
     device = f"{platform.platform} ({platform.device_kind})"
     if args.json:
@@ -57,10 +63,23 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(rows)
         print(f"\ndevice: {device}, JAX {jax.__version__}")
-        print("back ends: " + ", ".join(f"{operation}: {name}" for operation, name in sorted(back_ends.items())))
+        for operation, names in sorted(back_ends.items()):
+            print(f"{operation}: {'; '.join(names)}")
         counts = {state: sum(row.passed is state for row in rows) for state in (True, False, None)}
         print(f"{counts[True]} passed, {counts[False]} failed, {counts[None]} reported or skipped")
     return 1 if failed(rows) else 0
+
+
+def _rows(args: argparse.Namespace, progress: Callable[[str], None]) -> list[Row]:
+    if args.kernels is not None:
+        from dsv41.config import load_config
+        from dsv41.verification.kernels import verify_kernels
+
+        return verify_kernels(load_config(args.kernels), progress=progress)
+    from dsv41.verification.golden import Golden
+    from dsv41.verification.run import verify
+
+    return verify(Golden(args.golden, args.checkpoint), progress)
 
 
 def _print_table(rows: list[Row]) -> None:

@@ -39,13 +39,14 @@ class Limits(NamedTuple):
     device: str
 
 
-def machine_limits() -> Limits:
-    """Measures a reduction over 256 MiB and a 2048³ float32 product."""
-    values = jnp.ones((64, 2**20), jnp.float32)
-    square = jax.random.normal(jax.random.key(0), (2048, 2048), jnp.float32)
+def machine_limits(dtype: jnp.dtype = jnp.float32, side: int = 2048, read_bytes: int = 2**28) -> Limits:
+    """Measures a reduction over ``read_bytes`` and a product of square matrices of ``side`` rows of ``dtype``."""
+    values = jnp.ones((64, read_bytes // 256), jnp.float32)
+    square = jax.random.normal(jax.random.key(0), (side, side), jnp.float32).astype(dtype)
+    precision = "highest" if square.dtype == jnp.float32 else None
     read = _seconds(jax.jit(lambda x: jnp.max(x, axis=1)), values)
-    product = _seconds(jax.jit(lambda x: jnp.matmul(x, x, precision="highest")), square)
-    return Limits(values.nbytes / read, 2 * 2048**3 / product, jax.devices()[0].device_kind)
+    product = _seconds(jax.jit(lambda x: jnp.matmul(x, x, precision=precision)), square)
+    return Limits(values.nbytes / read, 2 * side**3 / product, jax.devices()[0].device_kind)
 
 
 def _seconds(f: Callable, *args: Any, repeats: int = 5) -> float:
@@ -112,7 +113,7 @@ def measure_model(
     step_s = statistics.median(times)
     floor_s = max(
         (_weight_bytes(variables) + sum(state_bytes(settings, batch, 0, 1).values())) / limits.bytes_per_s,
-        2 * batch * _matrix_parameters(model) / limits.operations_per_s,
+        2 * batch * matrix_parameters(model) / limits.operations_per_s,
     )
     row = {
         "model": "embedded" if directory is None else "/".join(directory.resolve().parts[-2:]),
@@ -199,7 +200,7 @@ def _weight_bytes(variables: Variables) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
 
 
-def _matrix_parameters(model: Model) -> int:
+def matrix_parameters(model: Model) -> int:
     """Matrix elements that one token multiplies: everything but tables and the experts it is not sent to."""
     from dsv41.checkpoint import checkpoint_layout
 
