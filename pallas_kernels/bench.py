@@ -41,13 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     from pallas_kernels.benchmark.limits import measure_limits
     from pallas_kernels.benchmark.measure import measure
-    from pallas_kernels.benchmark.table import render
+    from pallas_kernels.benchmark.table import cells, render
 
     limits = measure_limits()
     rows = []
     for case in cases(args.op):
         print(f"{case.operation}: {case.name} …", file=sys.stderr, flush=True)
         rows.append(measure(case, limits, args.longest_floor))
+        print("  " + " | ".join(cells(rows[-1])[2:]), *rows[-1].failed.items(), file=sys.stderr, flush=True)
     versions = f"JAX {jax.__version__}, {jax.devices()[0].device_kind}"
     command = shlex.join(
         ["python", "-m", "pallas_kernels.bench", *(arguments if arguments is not None else sys.argv[1:])]

@@ -30,6 +30,14 @@ jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped where there is none."""
+    if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU in this process"))
+
+
 @functools.cache
 def float_model(name: str, cache_rounding: bool) -> tuple[Model, dict]:
     """A golden model in float32, its weights dequantised from the packed checkpoint (the repository's one copy).

@@ -33,7 +33,7 @@ def render(rows: Sequence[Row], limits: Limits, title: str) -> str:
         "",
         "| " + " | ".join(_HEAD) + " |",
         "| --- | --- |" + " ---: |" * (len(_HEAD) - 2),
-        *("| " + " | ".join(_cells(row)) + " |" for row in rows),
+        *("| " + " | ".join(cells(row)) + " |" for row in rows),
         "",
     ]
     for row in rows:
@@ -46,7 +46,9 @@ def render(rows: Sequence[Row], limits: Limits, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Row) -> list[str]:
+def cells(row: Row) -> list[str]:
+    """A row's entries in the table, as text."""
+
     def number(value: float | None, factor: float, digits: int) -> str:
         return "–" if value is None else f"{value * factor:.{digits}f}"
 

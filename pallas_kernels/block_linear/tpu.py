@@ -4,7 +4,7 @@ The grid has the tiles of the weight outside and those of the rows inside: a wei
 many rows there are. Bytes are decoded by integer arithmetic in 32-bit lanes, as older chips have no float8; a tile's
 scales are spread over its columns by a product with zeros and ones, and over its rows by broadcasting.
 
-VMEM at 8192 inputs: 34 MiB.
+VMEM asked for: 46 MiB at 8192 inputs in bfloat16, 22 MiB at 5120 and 64 rows.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.expert_matmul.weights import ExpertWeights
@@ -44,21 +42,5 @@ def expert_matmul(
     Returns:
       ``[rows, hidden]`` float32.
     """
-    static = {"limit": limit, "activation_fmt": activation_fmt}
-    if layer is None:
-        return backend.run("expert_matmul", x, expert_ids, expert_weights, w1, w3, w2, **static)
-    layers, experts = w1.weight.shape[:2]
-    own = (x, expert_ids, expert_weights, *(_one_layer(w, layer) for w in (w1, w3, w2)))
-    if backend.name("expert_matmul", *own, **static) == "xla":
-        return backend.run("expert_matmul", *own, **static)
-    ids = jnp.where((expert_ids >= 0) & (expert_ids < experts), layer * experts + expert_ids, layers * experts)
-    flat = (_all_layers(w) for w in (w1, w3, w2))
-    return backend.run("expert_matmul", x, ids, expert_weights, *flat, **static)
-
-
-def _one_layer(weights: ExpertWeights, layer: jax.Array) -> ExpertWeights:
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, keepdims=False), weights)
-
-
-def _all_layers(weights: ExpertWeights) -> ExpertWeights:
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), weights)
+    static = {"layer": layer, "limit": limit, "activation_fmt": activation_fmt}
+    return backend.run("expert_matmul", x, expert_ids, expert_weights, w1, w3, w2, **static)

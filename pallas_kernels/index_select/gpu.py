@@ -32,9 +32,10 @@ from pallas_kernels.top_k.gpu import unsupported as top_k_unsupported
 _KEYS = 128
 # Tiles of a program: its queries are loaded once for all of them.
 _TILES = 8
-_WARPS, _STAGES, _PACK = 4, 2, 4
-# Columns of one product: heads of as many queries as fit.
+# Columns of one product: heads of as many queries as fit. 64 and 256 were slower.
 _COLUMNS = 128
+# One warpgroup; 8 warps were slower throughout.
+_WARPS = 4
 # Keys are unpacked times 2⁻³² and head weights taken times 2³²: this leaves room for the exponents of scales up to
 # 2³³ in bfloat16 on the way, and is exact.
 _SHIFT = 32
@@ -197,6 +198,10 @@ def _all_scores(
     pages, page_entries = pool.payload.shape[:2]
     capacity = page_table.shape[1] * page_entries
     together = math.gcd(total, _COLUMNS // heads)
+    # With a single product for a tile its keys are copied ahead into shared memory, and threads read two bytes at a
+    # time in the matrix unit's order. Otherwise queries are copied ahead, which are larger, and a thread loads 16
+    # bytes of keys into registers.
+    pack, stages = (2, 3) if together == total else (4, 2)
     even, odd, by_head = _operands(queries, weights, together)
     payload, scales = _rows(pool)
     block_count = pl.cdiv(capacity, size)
@@ -206,7 +211,7 @@ def _all_scores(
 
         def tile(i: jax.Array, _: None) -> None:
             entry = first + i * _KEYS + jnp.arange(_KEYS)
-            low, high, has_page = _keys(payload_ref, scale_ref, table_ref, request, entry, pages, page_entries)
+            low, high, has_page = _keys(payload_ref, scale_ref, table_ref, request, entry, pages, page_entries, pack)
 
             def some_queries(group: jax.Array, _: None) -> None:
                 q_even, q_odd = even_ref[request, group], odd_ref[request, group]
@@ -230,7 +235,7 @@ def _all_scores(
             jax.ShapeDtypeStruct((batch, total, block_count), jnp.float32),
         ),
         grid=(batch, pl.cdiv(capacity, _TILES * _KEYS)),
-        compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+        compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=stages),
         interpret=interpreted(),
         name="index_scores",
     )(even, odd, by_head, payload, scales, page_table, lengths, jnp.max(lengths, axis=1))
@@ -260,7 +265,7 @@ def _candidate_scores(
         # Compared before it is multiplied: any block number may stand there.
         inside = (block >= 0) & (block < pl.cdiv(table_pages * page_entries, size))
         entry = jnp.where(inside, block * size + at % size, -1)
-        low, high, has_page = _keys(payload_ref, scale_ref, table_ref, request, entry, pages, page_entries)
+        low, high, has_page = _keys(payload_ref, scale_ref, table_ref, request, entry, pages, page_entries, pack=4)
         score = _head_sums(low, high, even_ref[request, query], odd_ref[request, query], weight_ref[request, query], 1)
         live = has_page & (entry < visible_ref[request, query])
         score = jnp.where(live[:, None], score, -jnp.inf)
@@ -270,7 +275,7 @@ def _candidate_scores(
         kernel,
         out_shape=jax.ShapeDtypeStruct((batch, total, candidates), jnp.float32),
         grid=(batch * total, pl.cdiv(candidates, _KEYS)),
-        compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+        compiler_params=plt.CompilerParams(num_warps=_WARPS),
         interpret=interpreted(),
         name="index_candidate_scores",
     )(even, odd, by_head, payload, scales, page_table, visible, ids)
@@ -292,14 +297,21 @@ def _rows(pool: Packed) -> tuple[jax.Array, jax.Array]:
 
 
 def _keys(
-    payload_ref, scale_ref, table_ref, request: jax.Array, entry: jax.Array, pages: int, page_entries: int
+    payload_ref,
+    scale_ref,
+    table_ref,
+    request: jax.Array,
+    entry: jax.Array,
+    pages: int,
+    page_entries: int,
+    pack: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Even and odd channels of some entries' keys times 2⁻³², bfloat16 ``[entries, width / 2]``; whether they exist."""
     in_table = (entry >= 0) & (entry < table_ref.shape[1] * page_entries)
     page = plt.load(table_ref.at[request, entry // page_entries], mask=in_table, other=-1)
     has_page = in_table & (page >= 0) & (page < pages)
     row = jnp.where(has_page, page * page_entries + entry % page_entries, 0)
-    low, high = _unpack(payload_ref[row], scale_ref[row])
+    low, high = _unpack(payload_ref[row], scale_ref[row], pack)
     flat = (low.shape[0], low.shape[1] * low.shape[2])
     return low.reshape(flat), high.reshape(flat), has_page
 
@@ -336,8 +348,11 @@ def _assembly(nibbles: dict[str, str], pack: int) -> str:
     return "{ .reg .b32 x, bytes; mov.b32 bytes, $2;" + both + "}"
 
 
-def _unpack(payload: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Values times 2⁻³² of low and of high nibbles ``[keys, blocks, 16]``, bfloat16."""
+def _unpack(payload: jax.Array, scales: jax.Array, pack: int) -> tuple[jax.Array, jax.Array]:
+    """Values times 2⁻³² of low and of high nibbles ``[keys, blocks, 16]``, bfloat16.
+
+    ``pack`` is how many bytes one piece of assembly takes, 2 or 4: what a thread has side by side is best.
+    """
     exponent = scales.astype(jnp.int32)
     if interpreted():
         step = lax.bitcast_convert_type(jnp.maximum(exponent - _SHIFT, 0) << 23, jnp.float32)[..., None]
@@ -348,11 +363,11 @@ def _unpack(payload: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array
     step = jnp.broadcast_to(step[..., None], payload.shape)
     return tuple(
         plt.elementwise_inline_asm(
-            _assembly(nibbles, _PACK),
+            _assembly(nibbles, pack),
             args=[payload, step],
             # Of two results the first is written before all inputs are read.
-            constraints="=r,h,r" if _PACK == 2 else "=&r,=&r,r,r,r",
-            pack=_PACK,
+            constraints="=r,h,r" if pack == 2 else "=&r,=&r,r,r,r",
+            pack=pack,
             result_shape_dtypes=[jax.ShapeDtypeStruct(payload.shape, jnp.bfloat16)],
         )[0]
         for nibbles in (_LOW, _HIGH)

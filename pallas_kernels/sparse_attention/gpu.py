@@ -140,20 +140,16 @@ def _attend_forward(local_fmt, pool_fmt, static, *arrays):
 def _attend_backward(local_fmt, pool_fmt, static, arrays, cotangent):
     queries, local, local_valid, pool, page_table, indices, sink, rotation = arrays
 
+    def arguments(queries, local, pool, sink):
+        return queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation
+
+    options = dict(static)
+    # The kernel for float entries has gradients of its own. Packed ones have none, and only XLA's are needed.
+    reason = gpu_triton.unsupported(*arguments(queries, local, pool, sink), **options)
+    function = gpu_triton.sparse_attention if reason is None else xla.sparse_attention
+
     def run(queries, local, pool, sink):
-        return xla.sparse_attention(
-            queries,
-            local,
-            local_fmt,
-            local_valid,
-            pool,
-            pool_fmt,
-            page_table,
-            indices,
-            sink,
-            rotation,
-            **dict(static),
-        )
+        return function(*arguments(queries, local, pool, sink), **options)
 
     d_queries, d_local, d_pool, d_sink = jax.vjp(run, queries, local, pool, sink)[1](cotangent)
     return d_queries, d_local, None, d_pool, None, None, d_sink, None

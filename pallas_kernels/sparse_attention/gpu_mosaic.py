@@ -31,12 +31,14 @@ _STAGES = 2
 MOST_TILES = 64
 # Columns of one matrix instruction: with 256, ptxas wants more registers than a block of so many threads starts with.
 _COLUMNS = 128
-# Registers of a thread: the 64 × 256 outputs of a value warpgroup take 128. A block of 512 threads starts with 128
+# Registers of a thread: the 64 × 256 outputs of a value warpgroup take 128. A block of 640 threads starts with 96
 # each, which its warpgroups share out.
-_PRODUCERS = 1
-_LOGIT_REGISTERS, _VALUE_REGISTERS, _PRODUCER_REGISTERS = 104, 160, 88
+_PRODUCERS = 2
+_LOGIT_REGISTERS, _VALUE_REGISTERS, _PRODUCER_REGISTERS = 80, 160, 40
 # Groups of 8 rows that a producer's registers hold at once.
-_GROUPS_AT_ONCE = {FP4_E4M3: 8, FP8_E8M0: 4}
+_GROUPS_AT_ONCE = {FP4_E4M3: 4, FP8_E8M0: 2}
+# Fewer queries run all at once and end with the longest list: finding the others' ends costs more than it saves.
+_FEW_TOKENS = 256
 # See xla.py: how far below the sink the subtracted maximum may fall.
 _SINK_MARGIN = 32.0
 _LOG2_E = math.log2(math.e)
@@ -94,13 +96,15 @@ def forward(
     if pool is not None:
         sources.append(_Tiles(pool_fmt, sources[0].count, lists[1].shape[1]))
     seen = jnp.concatenate(lists, axis=1)
-    # Early queries have chosen little: tiles behind a query's last entry are not visited.
-    used = jnp.any(seen >= 0, axis=2) * jnp.arange(1, seen.shape[1] + 1, dtype=jnp.int32)
-    counts = jnp.max(used, axis=1)
+    counts = None
+    if tokens > _FEW_TOKENS:
+        # Early queries have chosen little: tiles behind a query's last entry are not visited.
+        used = jnp.any(seen >= 0, axis=2) * jnp.arange(1, seen.shape[1] + 1, dtype=jnp.int32)
+        counts = jnp.max(used, axis=1)
     leaves = [leaf for source in (window, pool) if source is not None for leaf in source.packed if leaf is not None]
 
     kernel = plgpu.kernel(
-        functools.partial(_kernel, sources=tuple(sources), scale=scale),
+        functools.partial(_kernel, sources=tuple(sources), counted=counts is not None, scale=scale),
         out_type=(
             jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16),
             jax.ShapeDtypeStruct((tokens, HEADS), jnp.float32),
@@ -125,7 +129,7 @@ def forward(
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    out, log_sum = kernel(queries, seen, counts, sink, *leaves)
+    out, log_sum = kernel(queries, seen, sink, *leaves, *([] if counts is None else [counts]))
     return out[:, :heads], log_sum[:, :heads]
 
 
@@ -138,7 +142,6 @@ def _tiled(seen: jax.Array) -> jax.Array:
 def _kernel(
     q_ref,
     seen_ref,
-    counts_ref,
     sink_ref,
     *refs,
     q,
@@ -154,12 +157,13 @@ def _kernel(
     empty,
     summed,
     sources,
+    counted,
     scale,
 ) -> None:
     *leaves, out_ref, log_sum_ref = refs
     warpgroup, token = lax.axis_index("warpgroup"), lax.axis_index("token")
     half = WIDTH // 2
-    count = counts_ref[token]
+    count = leaves.pop()[token] if counted else sources[-1].first + sources[-1].count
     by_head, by_entry = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @pl.when(warpgroup == 0)

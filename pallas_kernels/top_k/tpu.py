@@ -6,8 +6,8 @@ over the index says which of the keys equal to it are in; both cost the same for
 are then compacted to the left by log2 shifts, appended, and the k pairs sorted by (key, index): nothing here is
 floating-point arithmetic, so nothing can round.
 
-VMEM: 3 × 4 bytes a score of a block (double-buffered input, keys), and 8 × 4 bytes a slot of the result: 13 MiB for a
-row of 2²⁰ scores, less than 4 MiB for rows up to 2¹⁶.
+VMEM: 3 × 4 bytes a score of a block (double-buffered input, keys), 8 × 4 bytes a slot of the result, and 8 MiB for
+what the compiler adds: 20 MiB are asked for with a row of 2²⁰ scores, 9 MiB with rows up to 2¹⁶.
 """
 
 from __future__ import annotations

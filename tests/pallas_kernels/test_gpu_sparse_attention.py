@@ -29,6 +29,8 @@ def test_what_no_kernel_takes():
     assert "probabilities are float32" in gpu.unsupported(**packed, **static(probability_dtype="float32"))
     many = packed | {"queries": jnp.zeros((2, 9, 128, 512), jnp.bfloat16)}
     assert "128 heads" in gpu.unsupported(**many, **static())
+    long = packed | {"indices": jnp.zeros((2, 9, 4096), jnp.int32)}
+    assert "65 tiles of entries" in gpu.unsupported(**long, **static())
     # Narrow float entries are for the other kernel.
     assert gpu.unsupported(**case(BF16, BF16, dtype="bfloat16"), **static(BF16, BF16)) is None
 
@@ -42,7 +44,7 @@ class TestSparseAttention(SparseAttentionTests):
     # The reference subtracts the maximum of all entries and the kernel a running one, so that probabilities round
     # elsewhere (2^-9 each), as does the result (2^-9); entries reach about 8.
     tolerance = 2.0**-6
-    # The golden data is narrower, and the gradients are XLA's.
+    # The golden data is narrower; gradients of float entries are the other kernel's.
     test_outputs_are_the_references = None
     test_gradients_are_the_references_and_finite_beside_poison = None
 

@@ -119,6 +119,7 @@ def test_what_is_not_for_the_kernel():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU in this process")
 class TestOnACard(FloatEntriesTests):
     def run(self, operation: str, arrays: dict, **static):
         return compiled(gpu_triton.sparse_attention, arrays, **static)

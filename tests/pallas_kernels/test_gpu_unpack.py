@@ -13,6 +13,8 @@ from pallas_kernels.gpu import unpack
 
 THREADS = 128
 BASE = 4096
+GROUPS = (0, 5)
+ROWS = [8 * group + row for group in GROUPS for row in range(8)]
 
 
 def halves(word: int) -> np.ndarray:
@@ -71,14 +73,14 @@ def run(ptx: str, arguments: list[int], thread: int, memory: dict[int, list[int]
         registers[to] = result & 0xFFFFFFFF
 
 
-def tile_values(memory: dict[int, list[int]]) -> np.ndarray:
-    """``[64, 512]`` values of a tile in 8 × 64 tiles with a 128-byte swizzle."""
-    out = np.empty((64, 512), np.float32)
-    for row in range(64):
+def values_of(memory: dict[int, list[int]]) -> np.ndarray:
+    """Values ``[rows, 512]`` of the :data:`ROWS` of a tile in 8 × 64 tiles with a 128-byte swizzle."""
+    out = np.empty((len(ROWS), 512), np.float32)
+    for n, row in enumerate(ROWS):
         for column in range(0, 512, 8):
             chunk = (column % 64 // 8) ^ (row % 8)
             address = (row // 8 * 8 + column // 64) * 1024 + row % 8 * 128 + chunk * 16
-            out[row, column : column + 8] = np.concatenate([halves(word) for word in memory[BASE + address]])
+            out[n, column : column + 8] = np.concatenate([halves(word) for word in memory[BASE + address]])
     return out
 
 
@@ -89,7 +91,7 @@ def test_values_are_the_formats(fmt: BlockFormat, scales: tuple[int, int]):
     payload = rng.integers(0, 256, (64, fmt.payload_width(512)), np.uint8)
     scale = rng.integers(*scales, (64, fmt.scale_width(512)), np.uint8)
     memory: dict[int, list[int]] = {}
-    for group in range(8):
+    for group in GROUPS:
         ptx = unpack._unpack_ptx(fmt, group)
         for thread in range(THREADS):
             row, piece = 8 * group + thread % 8, thread // 8
@@ -97,4 +99,4 @@ def test_values_are_the_formats(fmt: BlockFormat, scales: tuple[int, int]):
             scale_word = int.from_bytes(scale[row].reshape(16, -1)[piece].tobytes(), "little")
             run(ptx, [*words, scale_word, BASE], 3 * THREADS + thread, memory)
     wanted = np.asarray(fmt.decode(Packed(payload, scale)))
-    np.testing.assert_array_equal(tile_values(memory), wanted)
+    np.testing.assert_array_equal(values_of(memory), wanted[ROWS])

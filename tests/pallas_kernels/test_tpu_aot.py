@@ -25,7 +25,8 @@ CHIPS = ("v5p", "v6e", "tpu7x")
 
 _Array = jax.ShapeDtypeStruct
 _I32, _BF16, _F32 = jnp.int32, jnp.bfloat16, jnp.float32
-# Large enough that a copy of the pool shows: 2^20 main entries are 288 MiB.
+# Large enough that a copy of a pool shows beside the queries: 2^22 main entries are 1.1 GiB.
+_MAIN_PAGES = 65536
 _PAGES, _PAGE_ENTRIES, _WIDTH, _WINDOW = 16384, 64, 512, 128
 
 
@@ -39,7 +40,7 @@ def _attention(batch: int, queries: int, *, fmt: Format = FP4_E4M3, rotated: boo
         "queries": _Array((batch, queries, 64, _WIDTH), _BF16),
         "local": _packed(FP8_E8M0, (batch, rows), _WIDTH),
         "local_valid": _Array((batch, rows), jnp.bool_),
-        "pool": _packed(fmt, (_PAGES, _PAGE_ENTRIES), _WIDTH) if pool else None,
+        "pool": _packed(fmt, (_MAIN_PAGES, _PAGE_ENTRIES), _WIDTH) if pool else None,
         "page_table": _Array((batch, 256), _I32) if pool else None,
         "indices": _Array((batch, queries, 512), _I32) if pool else None,
         "sink": _Array((64,), _F32),
@@ -51,7 +52,7 @@ def _attention(batch: int, queries: int, *, fmt: Format = FP4_E4M3, rotated: boo
 
 def _memory(batch: int, group: int, fmt: Format = FP4_E4M3):
     arrays = {
-        "pool": _packed(fmt, (_PAGES, _PAGE_ENTRIES), _WIDTH),
+        "pool": _packed(fmt, (_MAIN_PAGES, _PAGE_ENTRIES), _WIDTH),
         "page_table": _Array((batch, 256), _I32),
         "start": _Array((batch,), _I32),
         "count": _Array((batch,), _I32),
@@ -62,7 +63,7 @@ def _memory(batch: int, group: int, fmt: Format = FP4_E4M3):
 
 def _gathered(batch: int, entries: int, fmt: Format = FP4_E4M3):
     arrays = {
-        "pool": _packed(fmt, (_PAGES, _PAGE_ENTRIES), _WIDTH),
+        "pool": _packed(fmt, (_MAIN_PAGES, _PAGE_ENTRIES), _WIDTH),
         "page_table": _Array((batch, 256), _I32),
         "indices": _Array((batch, entries), _I32),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pallas_kernels import backend
+from pallas_kernels.block_linear import tpu
 from tests.pallas_kernels.base.block_linear import BlockLinearTests
 
 
@@ -12,6 +13,9 @@ class TestBlockLinear(BlockLinearTests):
     backend = "tpu"
 
     @pytest.fixture(autouse=True)
-    def _interpreted(self):
+    def _interpreted(self, monkeypatch):
+        # Small tiles, so that a small product has several, and one is not full.
+        for name, size in {"_OUTPUTS": 32, "_WHOLE_SCALES": 32, "_ROWS": 4}.items():
+            monkeypatch.setattr(tpu, name, size)
         with backend.interpret():
             yield

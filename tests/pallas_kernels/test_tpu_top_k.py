@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels import backend
@@ -15,6 +13,9 @@ class TestTopK(TopKTests):
     backend = "tpu"
 
     @pytest.fixture(autouse=True)
-    def _interpreted(self):
+    def _interpreted(self, monkeypatch):
+        # Small blocks, so that a few rows make several, and one is not full.
+        for name, size in {"_BLOCK_ROWS": 2, "_PASS_TILES": 2}.items():
+            monkeypatch.setattr(tpu, name, size)
         with backend.interpret():
             yield

@@ -33,7 +33,8 @@ class BlockLinearTests(OperationTests):
         assert out.dtype == dtype
         assert out.shape == (*arrays["x"].shape[:-1], arrays["weight"].shape[0])
         wanted = np.asarray(compiled(reference.block_linear, arrays, activation_fmt=fmt), np.float32)
-        tolerance = 2.0**-8 if dtype == "bfloat16" else 1e-5
+        # One rounding of a bfloat16 result may fall to the other side: a step is up to 2^-7 of the value.
+        tolerance = 2.0**-7 if dtype == "bfloat16" else 1e-5
         np.testing.assert_allclose(np.asarray(out, np.float32), wanted, rtol=tolerance, atol=1e-4)
 
     @pytest.mark.parametrize("name", ["fp8_gemm", "fp4_gemm"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,7 @@ class ExpertMatmulTests(OperationTests):
 
     # Few experts of two, and many: back ends may treat them differently.
     EXPERTS = (3, 40)
-    sizes: dict = {}
+    sizes: ClassVar[dict] = {}
     packed = False
     dtype = "float32"
     fmt = F32
@@ -99,6 +101,18 @@ class ExpertMatmulTests(OperationTests):
         keep = np.arange(out.shape[0]) != 5
         np.testing.assert_array_equal(spoiled[keep], out[keep])
         assert np.isnan(spoiled[5]).all()
+
+    def test_one_of_several_stacked_layers(self):
+        arrays = self.case(self.EXPERTS[0])
+        wanted = self.check(arrays, self.fmt, self.tolerance)
+
+        def stacked(leaf: jax.Array) -> jax.Array:
+            return jnp.stack([jnp.flip(leaf, 0), leaf, jnp.zeros_like(leaf)])
+
+        arrays |= {name: jax.tree.map(stacked, arrays[name]) for name in ("w1", "w3", "w2")}
+        arrays["layer"] = jnp.int32(1)
+        out = self.run("expert_matmul", arrays, limit=LIMIT, activation_fmt=self.fmt)
+        np.testing.assert_allclose(np.asarray(out), np.asarray(wanted), rtol=1e-6, atol=1e-6)
 
     @pytest.mark.parametrize("experts", EXPERTS)
     def test_gradients_are_the_references_and_finite_beside_poison(self, experts: int):
