@@ -8,6 +8,7 @@ same arguments, which says why these arguments are not for it. Then XLA runs, an
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator
@@ -64,6 +65,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
     },
 }
 
+_GPU_CAPABILITY = "9.0"
 _PLATFORMS = {"cpu": "xla", "gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
 
 _log = logging.getLogger(__name__)
@@ -100,7 +102,18 @@ def interpreted() -> bool:
 
 def preferred() -> str:
     """Back end that operations take where it supports their arguments: that of :func:`use`, else the platform's."""
-    return _preferred.value or _PLATFORMS.get(jax.default_backend(), "xla")
+    return _preferred.value or _native(jax.devices()[0])
+
+
+@functools.cache
+def _native(device: jax.Device) -> str:
+    """Back end of a device; the GPU kernels are written for Hopper's matrix units, other GPUs take XLA."""
+    name = _PLATFORMS.get(device.platform, "xla")
+    if name == "gpu" and getattr(device, "compute_capability", None) != _GPU_CAPABILITY:
+        capability = getattr(device, "compute_capability", "unknown")
+        _log.warning("%s has compute capability %s, not %s: XLA", device.device_kind, capability, _GPU_CAPABILITY)
+        return "xla"
+    return name
 
 
 def implementation(operation: str, name: str) -> Callable:

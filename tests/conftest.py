@@ -30,6 +30,10 @@ jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-chip", action="store_true", help="compile the longest TPU programs for every chip too")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` are skipped where there is none."""
     if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":

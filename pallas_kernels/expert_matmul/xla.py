@@ -34,9 +34,7 @@ def expert_matmul(
 ) -> jax.Array:
     """See :func:`pallas_kernels.expert_matmul.expert_matmul`."""
     if layer is not None:  # XLA fuses the slice into what reads it, or copies one layer
-        w1, w3, w2 = jax.tree.map(
-            lambda leaf: lax.dynamic_index_in_dim(leaf, layer, keepdims=False), (w1, w3, w2)
-        )
+        w1, w3, w2 = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, keepdims=False), (w1, w3, w2))
     (rows, k), (experts, inner, _) = expert_ids.shape, w1.weight.shape
     ids = jnp.where((expert_ids >= 0) & (expert_ids < experts), expert_ids, experts)
     # A row without experts may hold anything; zeroed, its NaN cannot reach a weight's gradient either.

@@ -18,8 +18,8 @@ _SAMPLES = 4
 
 
 def cases() -> list[Case]:
-    prefill_note = "target: 300 TFLOP/s; unpacking keeps the matrix units waiting, next: fewer instructions a value"
-    decode_note = "target: 60 % of the floor; one block a query, next: lists split over blocks and merged"
+    prefill_note = "target: 300 TFLOP/s at 1024 queries and more; next: fewer instructions a value unpacked"
+    decode_note = "target: 60 % of the floor; a block waits for one query's tiles in turn, next: lists cut over blocks"
     return [
         _case("prefill, 1 × 4096 queries, 65536 entries", 1, 4096, 65536, note=prefill_note),
         _case("prefill, 1 × 1024 queries, 65536 entries", 1, 1024, 65536, note=prefill_note),

@@ -76,3 +76,14 @@ def test_a_jitted_function_is_traced_again_for_another_back_end():
         assert f(jnp.ones(2))[0] == 3
     with backend.use("tpu"):  # a back end that the operation lacks
         assert f(jnp.ones(2))[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "name"),
+    [("gpu", "9.0", "gpu"), ("gpu", "8.0", "xla"), ("tpu", None, "tpu"), ("cpu", None, "xla")],
+)
+def test_a_device_takes_the_kernels_that_are_written_for_it(platform: str, capability: str | None, name: str, caplog):
+    attributes = {"platform": platform, "device_kind": "a device", "compute_capability": capability}
+    device = type("Device", (), attributes)()
+    assert backend._native(device) == name
+    assert ("compute capability 8.0, not 9.0" in caplog.text) == (capability == "8.0")

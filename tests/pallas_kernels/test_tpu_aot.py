@@ -185,9 +185,22 @@ def compile_for(chip: str, operation: str, arrays: dict, static: dict, donate: s
         return run.trace(**arrays).lower(lowering_platforms=("tpu",)).compile()
 
 
+# What takes longest to compile, and the chip that it is compiled for unless every one is asked for (--every-chip).
+LONG = {
+    "reselect, prefill": "v6e",
+    "reselect, draft": "tpu7x",
+    "select, prefill": "v5p",
+    "select, draft": "tpu7x",
+    "experts, prefill": "v6e",
+    "linear, prefill": "v5p",
+}
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("case", CASES)
-def test_it_compiles_and_copies_no_pool(case: str, chip: str):
+def test_it_compiles_and_copies_no_pool(case: str, chip: str, request: pytest.FixtureRequest):
+    if LONG.get(case, chip) != chip and not request.config.getoption("--every-chip"):
+        pytest.skip(f"compiled for {LONG[case]} only, without --every-chip")
     operation, arguments = CASES[case]
     arrays, static = arguments()
     donate = "pool" if operation == "paged_append" else None
