@@ -87,13 +87,17 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
     rows = compare_back_ends(model, variables, "xla", extent, stages.append)
     assert stages[-1] == "prefill chunk"
     held = [row for row in rows if row.limit is not None]
-    assert len(held) == 2
+    assert held
     assert all(row.passed for row in held)
+    # The yardstick is there: embeddings moved by a step move the results, by less than the results are.
+    assert all(0 < row.limit < 1 for row in held if row.measure == "relative RMS")
     assert max(row.error for row in rows if row.measure == "relative RMS") == 0
 
     backend.OPERATIONS["sparse_attention"]["gpu"] = f"{__name__}:coarse_attention"
     rows = compare_back_ends(model, variables, "gpu", extent)
-    assert [row.name for row in failed(rows)] == ["logits, selection forced"]
+    wrong = [row.name for row in failed(rows)]
+    assert wrong[0] == "logits, selection forced"
+    assert all(name.startswith(("streams after layer", "entries chosen by layer")) for name in wrong[1:])
     assert "gpu" in backend.report()["sparse_attention"]
 
 
