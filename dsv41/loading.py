@@ -19,6 +19,7 @@ from dsv41.checkpoint import (
     RandomSource,
     TensorSource,
     load_checkpoint,
+    random_parameters,
 )
 from dsv41.config import ModelConfig
 from dsv41.layers.dspark import Drafter
@@ -28,6 +29,7 @@ from dsv41.state.ring import create_ring
 from dsv41.steps.prefill import Variables
 from dsv41.tokens.compression import token_map
 from dsv41.tokens.tokenizer import Tokenizer
+from pallas_kernels import backend
 
 TOKEN_MAP_FILE = "token_map.npy"
 """Beside a checkpoint (or one directory above it): compressed ids of a vocabulary that is not the packaged one."""
@@ -61,8 +63,7 @@ def load_variables(
       CheckpointError: the tensors do not fit the configuration; all that do not are named.
     """
     params = load_checkpoint(source, stored or model.settings.config, abstract_variables(model), progress)
-    # On the device that holds the parameters: arrays that are bound to no device would compile every step twice.
-    return {"params": params, "constants": {"token_map": jax.device_put(ids, jax.local_devices()[0])}}
+    return {"params": params, "constants": {"token_map": _on_first_device(ids)}}
 
 
 @functools.lru_cache(maxsize=8)
@@ -94,9 +95,25 @@ def random_variables(model: Model, seed: int, tokenizer: Tokenizer | None) -> Va
     """
     config = model.settings.config
     ids = None if tokenizer is None else _own_token_map(config, tokenizer)
-    if ids is None:
-        ids = np.arange(config.text.vocab_size, dtype=np.int32) % np.int32(config.text.engram_compressed_vocab_size)
-    return load_variables(model, RandomSource(config, seed), ids)
+    return load_variables(model, RandomSource(config, seed), _ids_in_order(config) if ids is None else ids)
+
+
+def device_random_variables(model: Model, seed: int) -> Variables:
+    """Random weights drawn on the device, and ids in order: for sizes that a host would draw for hours."""
+    config = model.settings.config
+    with backend.use("xla"):  # shapes do not depend on it, and kernels take longer to trace
+        target = abstract_variables(model)
+    params = random_parameters(config, target, seed)
+    return {"params": params, "constants": {"token_map": _on_first_device(_ids_in_order(config))}}
+
+
+def _ids_in_order(config: ModelConfig) -> np.ndarray:
+    return np.arange(config.text.vocab_size, dtype=np.int32) % np.int32(config.text.engram_compressed_vocab_size)
+
+
+def _on_first_device(ids: np.ndarray) -> jax.Array:
+    """Where the parameters are: arrays that are bound to no device would compile every step twice."""
+    return jax.device_put(ids, jax.local_devices()[0])
 
 
 def checkpoint_variables(

@@ -138,12 +138,6 @@ def unsupported(operation: str, name: str, *args: Any, **kwargs: Any) -> str | N
     return check(*args, **kwargs)
 
 
-def name(operation: str, *args: Any, **kwargs: Any) -> str:
-    """The back end that :func:`choose` would take, recorded nowhere."""
-    native = preferred() if preferred() in OPERATIONS[operation] else "xla"
-    return native if unsupported(operation, native, *args, **kwargs) is None else "xla"
-
-
 def choose(operation: str, *args: Any, **kwargs: Any) -> Callable:
     """The function that runs ``operation`` on these arguments; the choice is recorded for :func:`report`."""
     name = preferred() if preferred() in OPERATIONS[operation] else "xla"

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv41.checkpoint import random_parameters
 from dsv41.config import ModelConfig
 from dsv41.evaluation.speed import Limits, matrix_parameters
 from dsv41.layer_table import Layer, Mode
-from dsv41.loading import abstract_variables
+from dsv41.loading import device_random_variables
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
 from dsv41.shallow import one_of_each_group
@@ -36,12 +35,7 @@ from pallas_kernels.formats import Format, Packed
 def random_model(config: ModelConfig) -> tuple[Model, Variables]:
     """One repetition of each group of layers, with random weights drawn on the device."""
     model = Model(Settings.default(one_of_each_group(config)))
-    text = model.settings.text
-    token_map = np.arange(text.vocab_size, dtype=np.int32) % np.int32(text.engram_compressed_vocab_size)
-    with backend.use("xla"):
-        target = abstract_variables(model)
-    params = random_parameters(model.settings.config, target, 0)
-    return model, {"params": params, "constants": {"token_map": jax.device_put(token_map, jax.local_devices()[0])}}
+    return model, device_random_variables(model, 0)
 
 
 def filled_state(settings: Settings, batch: int, context: int, room: int) -> ModelState:

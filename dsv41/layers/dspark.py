@@ -27,9 +27,7 @@ from dsv41.state.ring import Ring
 from pallas_kernels.formats import Packed
 from pallas_kernels.mhc import Update
 from pallas_kernels.products import einsum, narrow, operand_dtype
-
-# How far below the sink the subtracted maximum may fall, so that the sink's exponential stays finite.
-_SINK_MARGIN = 32.0
+from pallas_kernels.sparse_attention.xla import SINK_MARGIN
 
 
 class Bias(NamedTuple):
@@ -152,7 +150,7 @@ class DraftStage(nn.Module):
         logits = einsum("bshd,bnd->bshn", queries.astype(dtype), values) * settings.text.head_dim**-0.5
         logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
         sink = self.attn.attn_sink
-        top = jax.lax.stop_gradient(jnp.maximum(logits.max(axis=-1), sink - _SINK_MARGIN))
+        top = jax.lax.stop_gradient(jnp.maximum(logits.max(axis=-1), sink - SINK_MARGIN))
         p = jnp.exp(logits - top[..., None])
         denominator = jnp.exp(sink - top) + p.sum(axis=-1)
         wide = jnp.promote_types(settings.dtype, dtype)

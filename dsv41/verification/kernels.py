@@ -16,6 +16,7 @@ import numpy as np
 
 from dsv41.config import ModelConfig
 from dsv41.evaluation.widths import filled_state
+from dsv41.loading import device_random_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.shallow import one_of_each_kind
@@ -176,18 +177,8 @@ def verify_kernels(
     config: ModelConfig, extent: Extent | None = None, progress: Callable[[str], None] = lambda _: None
 ) -> list[Row]:
     """Compares the present platform's kernels with XLA on one layer of each kind, with random weights."""
-    from dsv41.checkpoint import random_parameters
-    from dsv41.loading import abstract_variables
-
     model = Model(Settings.default(one_of_each_kind(config)))
-    text = model.settings.text
     progress("random weights")
-    token_map = np.arange(text.vocab_size, dtype=np.int32) % np.int32(text.engram_compressed_vocab_size)
-    with backend.use("xla"):
-        target = abstract_variables(model)
-    variables = {
-        "params": random_parameters(model.settings.config, target, 0),
-        "constants": {"token_map": jax.device_put(token_map, jax.local_devices()[0])},
-    }
-    extent = (extent or Extent()).within(text.max_position_embeddings)
+    variables = device_random_variables(model, 0)
+    extent = (extent or Extent()).within(config.text.max_position_embeddings)
     return compare_back_ends(model, variables, backend.preferred(), extent, progress)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import backend
 from pallas_kernels.formats import BlockFormat, Format, Packed
 from pallas_kernels.index_select.types import BlockSelection, Selection
-from pallas_kernels.index_select.xla import _choose_blocks as choose_blocks
+from pallas_kernels.index_select.xla import choose_blocks
 from pallas_kernels.paged_memory.addressing import locate
 from pallas_kernels.products import operand_dtype
 from pallas_kernels.tiling import largest_tile, map_query_tiles, pad_axis

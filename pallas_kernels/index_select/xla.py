@@ -37,7 +37,7 @@ def index_select(
     def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array) -> Selection:
         scores = _scores_by_key_tiles(queries, weights, pool, fmt, page_table, visible, key_pages)
         values, indices = exact_top_k(scores, top_k)
-        chosen = None if blocks is None else _choose_blocks(scores[..., :capacity], visible, blocks)
+        chosen = None if blocks is None else choose_blocks(scores[..., :capacity], visible, blocks)
         return Selection(jnp.where(values == -jnp.inf, -1, indices), chosen)
 
     return map_query_tiles(one_tile, query_tile, (queries, weights, visible))
@@ -98,7 +98,7 @@ def _over_heads(products: jax.Array, weights: jax.Array) -> jax.Array:
     return einsum("bshn,bsh->bsn", jax.nn.relu(products), weights.astype(jnp.float32))
 
 
-def _choose_blocks(scores: jax.Array, visible: jax.Array, selection: BlockSelection) -> jax.Array:
+def choose_blocks(scores: jax.Array, visible: jax.Array, selection: BlockSelection) -> jax.Array:
     batch, queries, capacity = scores.shape
     count = -(-capacity // selection.size)
     padded = pad_axis(scores, -1, count * selection.size - capacity, -jnp.inf)

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import FP4_E4M3, FP8_E8M0, DenseFormat, Format, Packed
 from pallas_kernels.gpu.unpack import GROUPS, TILE_ROWS, TRANSFORMS, WIDTH, copy_rows, fetch_rows, unpack_rows
+from pallas_kernels.sparse_attention.xla import SINK_MARGIN
 
 HEADS = 64  # rows of a matrix instruction
 BF16 = DenseFormat("bfloat16")
@@ -39,8 +40,6 @@ _LOGIT_REGISTERS, _VALUE_REGISTERS, _PRODUCER_REGISTERS = 80, 160, 40
 _GROUPS_AT_ONCE = {FP4_E4M3: 4, FP8_E8M0: 2}
 # Fewer queries run all at once and end with the longest list: finding the others' ends costs more than it saves.
 _FEW_TOKENS = 256
-# See xla.py: how far below the sink the subtracted maximum may fall.
-_SINK_MARGIN = 32.0
 _LOG2_E = math.log2(math.e)
 
 
@@ -201,7 +200,7 @@ def _kernel(
             plgpu.barrier_arrive(weighted.at[slot])
             return new_top, total * less + weights.sum(axis=1)
 
-        carry = (sink - _SINK_MARGIN * _LOG2_E, plgpu.layout_cast(jnp.zeros(HEADS, jnp.float32), by_head))
+        carry = (sink - SINK_MARGIN * _LOG2_E, plgpu.layout_cast(jnp.zeros(HEADS, jnp.float32), by_head))
         top, total = lax.fori_loop(0, count, tile, carry)
         total += jnp.exp2(sink - top)
         inverse[...] = 1 / total

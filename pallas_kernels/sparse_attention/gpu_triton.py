@@ -22,9 +22,7 @@ from pallas_kernels.products import operand_dtype
 from pallas_kernels.sparse_attention import gpu_backward
 from pallas_kernels.sparse_attention.gpu_rows import Source, pool_source, window_source
 from pallas_kernels.sparse_attention.gpu_shapes import Blocks, blocks, dot, load_entries
-
-# See xla.py: how far below the sink the subtracted maximum may fall.
-_SINK_MARGIN = 32.0
+from pallas_kernels.sparse_attention.xla import SINK_MARGIN
 
 
 def unsupported(
@@ -181,7 +179,7 @@ def _kernel(queries_ref, sink_ref, *refs, sizes: Blocks, scale: float, probabili
         return new_top, total * shrink + p.sum(axis=1), out
 
     # The sink's own term joins first, at a maximum that keeps it finite.
-    top = sink - _SINK_MARGIN
+    top = sink - SINK_MARGIN
     carry = (top, jnp.exp(sink - top), jnp.zeros((sizes.heads, column.shape[0]), jnp.float32))
     for entries_ref, seen_ref in zip(sources[::2], sources[1::2], strict=True):
         count = seen_ref.shape[1] // sizes.tile

@@ -21,12 +21,11 @@ from pallas_kernels.backend import interpreted
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.products import narrow, operand_dtype
 from pallas_kernels.sparse_attention import xla
+from pallas_kernels.sparse_attention.xla import SINK_MARGIN
 from pallas_kernels.tiling import pad_axis
 from pallas_kernels.tpu import pool as paged
 from pallas_kernels.tpu.pool import TILE, Reader, Words
 
-# See xla.py: how far below the sink the subtracted maximum may fall.
-_SINK_MARGIN = 32.0
 # Queries of a program. The first one's fetch is not hidden, so more are better; they and their outputs are in VMEM
 # twice, and at 64 heads of 512 bfloat16 values each is 64 KiB.
 _QUERIES = 16
@@ -339,7 +338,7 @@ def _softmax(
     rounded: Callable,
 ) -> jax.Array:
     """Attention of one query ``[heads, width]`` to parts of entries ``[n, width]`` seen where ``[1, n]``, float32."""
-    top = sink - _SINK_MARGIN
+    top = sink - SINK_MARGIN
     logits = []
     for entries, seen in parts:
         product = _dot(queries.astype(entries.dtype), entries, 1)

@@ -14,7 +14,7 @@ from pallas_kernels.tiling import largest_tile, map_query_tiles, pad_axis
 
 # How far below the sink the subtracted maximum may fall: e³² and its square are finite, and the reference subtracts
 # the entries' maximum, which decides how the probabilities round.
-_SINK_MARGIN = 32.0
+SINK_MARGIN = 32.0
 
 
 def sparse_attention(
@@ -67,7 +67,7 @@ def sparse_attention(
         entries = jnp.where(valid[..., None], local_fmt.decode(mine, dtype), 0)
         seen = (ahead > 0) & (ahead <= window) & valid[:, None]
         logits = _logits(einsum("bshd,bnd->bshn", queries.astype(dtype), entries), scale, seen)
-        top = jnp.maximum(logits.max(axis=-1), sink - _SINK_MARGIN)
+        top = jnp.maximum(logits.max(axis=-1), sink - SINK_MARGIN)
         if indices is not None:
             dtype = operand_dtype(queries.dtype, pool_fmt)
             picked = paged_memory.gather(pool, pool_fmt, page_table, indices, dtype)
