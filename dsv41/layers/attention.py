@@ -18,9 +18,8 @@ from dsv41.numerics.rotary import rotate
 from dsv41.settings import Settings
 from dsv41.state.memory import source_view
 from dsv41.state.tail import Projections
-from pallas_kernels.block_linear import decode_blocks
-from pallas_kernels.formats import Packed
-from pallas_kernels.products import narrow
+from pallas_kernels.block_linear import block_linear
+from pallas_kernels.formats import DenseFormat, Packed
 from pallas_kernels.sparse_attention import sparse_attention
 
 
@@ -47,12 +46,9 @@ class GroupedOutput(nn.Module):
 
     def __call__(self, heads: jax.Array) -> jax.Array:
         """``[batch, query, heads, head_dim]`` to ``[batch, query, o_groups · o_lora]``."""
-        groups = self.settings.text.o_groups
-        x = rearrange(heads, "b s (g h) d -> b s g (h d)", g=groups)
-        weight = rearrange(decode_blocks(self.weight, self.scale, x.dtype), "(g o) i -> g o i", g=groups)
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        y = jnp.einsum("bsgi,goi->bsgo", x, weight, precision=precision, preferred_element_type=jnp.float32)
-        return narrow(rearrange(y, "b s g o -> b s (g o)"), x.dtype)
+        x = rearrange(heads, "b s h d -> b s (h d)")
+        unrounded, groups = DenseFormat(x.dtype.name), self.settings.text.o_groups
+        return block_linear(x, self.weight, self.scale, activation_fmt=unrounded, groups=groups)
 
 
 class Attention(nn.Module):

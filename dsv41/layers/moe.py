@@ -40,7 +40,7 @@ class Router(nn.Module):
 
     def __call__(self, x: jax.Array, is_image: jax.Array) -> Routing:
         """Routes ``[batch, query, d]``; positions with ``is_image`` [batch, query] choose by the image bias."""
-        logits = matmul(x.astype(jnp.float32), self.weight.astype(jnp.float32))
+        logits = matmul(x, self.weight)
         scores = jnp.sqrt(nn.softplus(logits))
         bias = jnp.where(is_image[..., None], self.bias_vl, self.bias)
         _, experts = lax.top_k(scores + bias, self.chosen)

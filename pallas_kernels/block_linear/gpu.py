@@ -27,7 +27,9 @@ MAX_ROWS = 128
 _MIN_ROWS = 8
 
 
-def unsupported(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format) -> str | None:
+def unsupported(
+    x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format, groups: int = 1
+) -> str | None:
     """Why XLA has to run this; None if the kernel can."""
     rows, (out, width) = math.prod(x.shape[:-1]), weight.shape
     if scale is None:
@@ -38,35 +40,38 @@ def unsupported(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, act
         return f"activations rounded to {activation_fmt} are not exact in bfloat16"
     if not 0 < rows <= MAX_ROWS:
         return f"{rows} rows are not 1 to {MAX_ROWS}"
-    if out % gpu_product.TILE:
-        return f"{out} rows of the weight are not a multiple of {gpu_product.TILE}"
+    if out % (groups * gpu_product.TILE):
+        return f"{out} rows of the weight in {groups} groups are not a multiple of {gpu_product.TILE}"
     if width % gpu_product.STEP:
         return f"{width} columns of the weight are not a multiple of {gpu_product.STEP}"
     return None
 
 
-def block_linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format) -> jax.Array:
+def block_linear(
+    x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format, groups: int = 1
+) -> jax.Array:
     """See :func:`pallas_kernels.block_linear.block_linear`; the backward pass is XLA's."""
     out, width = weight.shape
     if (scale.shape[0] * BLOCK, scale.shape[1] * BLOCK) != (out, width):
         decode_blocks(weight, scale, x.dtype)  # raises
-    y = _linear(activation_fmt, x.reshape(-1, width), weight, scale)
+    y = _linear(activation_fmt, groups, x.reshape(-1, groups * width), weight, scale)
     return y.reshape(*x.shape[:-1], out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(fmt: Format, x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(fmt: Format, groups: int, x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
     tokens = round_and_place(x, fmt, max(_MIN_ROWS, pl.next_power_of_2(x.shape[0])))
-    return gpu_product.product(tokens, lax.bitcast_convert_type(weight, jnp.uint8), scale, x.shape[0])
+    return gpu_product.product(tokens, lax.bitcast_convert_type(weight, jnp.uint8), scale, x.shape[0], groups)
 
 
-def _forward(fmt, x, weight, scale):
-    return _linear(fmt, x, weight, scale), (x, weight, scale)
+def _forward(fmt, groups, x, weight, scale):
+    return _linear(fmt, groups, x, weight, scale), (x, weight, scale)
 
 
-def _backward(fmt, saved, dy):
+def _backward(fmt, groups, saved, dy):
     x, weight, scale = saved
-    return *jax.vjp(lambda x: xla.block_linear(x, weight, scale, activation_fmt=fmt), x)[1](dy), None, None
+    backward = jax.vjp(lambda x: xla.block_linear(x, weight, scale, activation_fmt=fmt, groups=groups), x)[1]
+    return *backward(dy), None, None
 
 
 _linear.defvjp(_forward, _backward)

@@ -71,19 +71,20 @@ def pieces(out: int, width: int, rows: int) -> int:
     return min(range(1, max(steps // _MIN_STEPS, 1) + 1), key=cost)
 
 
-def product(x: jax.Array, weight: jax.Array, scale: jax.Array, rows: int) -> jax.Array:
+def product(x: jax.Array, weight: jax.Array, scale: jax.Array, rows: int, groups: int = 1) -> jax.Array:
     """Multiplies rows with a matrix.
 
     Args:
-      x: ``[rows rounded up to a multiple of 8, in]`` bfloat16, channels in the order of :func:`place`.
+      x: ``[rows rounded up to a multiple of 8, groups · in]`` bfloat16, channels in the order of :func:`place`.
       weight: ``[out, in]`` uint8 bytes of E4M3.
       scale: ``[out/32, in/32]`` uint8.
       rows: rows that are wanted (static).
+      groups: equal parts of the matrix's rows, whole tiles, each for its own part of x (static).
 
     Returns:
       ``[rows, out]`` bfloat16.
     """
-    (padded, width), out = x.shape, weight.shape[0]
+    padded, (out, width) = x.shape[0], weight.shape
     parts = pieces(out, width, rows)
     tiles, steps = out // TILE, width // STEP
     items = tiles * parts
@@ -114,9 +115,10 @@ def product(x: jax.Array, weight: jax.Array, scale: jax.Array, rows: int) -> jax
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
-                    columns = pl.ds(step * STEP, STEP)
-                    plgpu.copy_gmem_to_smem(weight_ref.at[pl.ds(row, TILE), columns], w_smem.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(x_ref.at[:, columns], x_smem.at[slot], full.at[slot])
+                    of_x = lax.div(row, jnp.int32(out // groups)) * width + step * STEP
+                    of_weight = weight_ref.at[pl.ds(row, TILE), pl.ds(step * STEP, STEP)]
+                    plgpu.copy_gmem_to_smem(of_weight, w_smem.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(of_x, STEP)], x_smem.at[slot], full.at[slot])
                     return number + 1
 
                 return lax.fori_loop(first, end, one_step, number)

@@ -34,7 +34,9 @@ _ROWS = 256
 _MAX_INPUTS = 16384
 
 
-def unsupported(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format) -> str | None:
+def unsupported(
+    x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format, groups: int = 1
+) -> str | None:
     """Why these arguments are not for this kernel; None if they are."""
     if scale is None:
         return f"the weight is plain {weight.dtype}"
@@ -43,8 +45,8 @@ def unsupported(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, act
     out, width = weight.shape
     if width % LANES or width > _MAX_INPUTS:
         return f"{width} inputs are not a multiple of {LANES} up to {_MAX_INPUTS}"
-    if out % LANES or _tile(out) > 2 * _OUTPUTS:
-        return f"{out} outputs are no whole tiles"
+    if out % (groups * LANES) or _tile(out // groups) > 2 * _OUTPUTS:
+        return f"{out} outputs in {groups} groups are no whole tiles"
     if x.size == 0:
         return "no rows"
     return None
@@ -55,43 +57,47 @@ def _tile(out: int) -> int:
     return next((t for t in range(_OUTPUTS, 0, -_WHOLE_SCALES) if out % t == 0), out)
 
 
-def block_linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format) -> jax.Array:
+def block_linear(
+    x: jax.Array, weight: jax.Array, scale: jax.Array | None, *, activation_fmt: Format, groups: int = 1
+) -> jax.Array:
     """See :func:`pallas_kernels.block_linear.block_linear`."""
     jax.eval_shape(lambda: decode_blocks(weight, scale, x.dtype))  # Refuses scales that do not fit.
-    return _differentiable(activation_fmt, x, weight, scale)
+    return _differentiable(activation_fmt, groups, x, weight, scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(fmt: Format, x: jax.Array, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(fmt: Format, groups: int, x: jax.Array, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
     rows = rounded(fmt, x).reshape(-1, x.shape[-1])
-    return _product(rows, weight, scale).reshape(*x.shape[:-1], weight.shape[0])
+    return _product(rows, weight, scale, groups).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _save(fmt, x, weight, scale):
-    return _differentiable(fmt, x, weight, scale), (x, weight, scale)
+def _save(fmt, groups, x, weight, scale):
+    return _differentiable(fmt, groups, x, weight, scale), (x, weight, scale)
 
 
-def _backward(fmt, saved, dy):
+def _backward(fmt, groups, saved, dy):
     x, weight, scale = saved
+    static = {"activation_fmt": fmt, "groups": groups}
     if scale is not None:
-        dx = jax.vjp(lambda x: xla.block_linear(x, weight, scale, activation_fmt=fmt), x)[1](dy)[0]
+        dx = jax.vjp(lambda x: xla.block_linear(x, weight, scale, **static), x)[1](dy)[0]
         return dx, None, None
-    dx, dweight = jax.vjp(lambda x, weight: xla.block_linear(x, weight, None, activation_fmt=fmt), x, weight)[1](dy)
+    dx, dweight = jax.vjp(lambda x, weight: xla.block_linear(x, weight, None, **static), x, weight)[1](dy)
     return dx, dweight, None
 
 
 _differentiable.defvjp(_save, _backward)
 
 
-def _product(x: jax.Array, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """``[rows, out]`` of rounded ``[rows, in]``."""
+def _product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, groups: int) -> jax.Array:
+    """``[rows, out]`` of rounded ``[rows, groups · in]``."""
     rows, (out, width) = x.shape[0], weight.shape
-    tile = _tile(out)
+    tile = _tile(out // groups)
+    tiles = out // groups // tile
     height = min(_ROWS, -(-rows // 16) * 16)
     x = pad_axis(x, 0, -rows % height)
     operands = [x, weight.astype(x.dtype) if scale is None else lax.bitcast_convert_type(weight, jnp.uint8)]
     specs = [
-        pl.BlockSpec((height, width), lambda j, i: (i, 0)),
+        pl.BlockSpec((height, width), lambda j, i: (i, j // tiles)),
         pl.BlockSpec((tile, width), lambda j, i: (j, 0)),
     ]
     if scale is not None:

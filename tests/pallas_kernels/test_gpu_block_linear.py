@@ -19,6 +19,7 @@ OUT, WIDTH = 128, 256
 @pytest.mark.gpu
 class TestBlockLinear(BlockLinearTests):
     backend = "gpu"
+    group_size = (OUT, WIDTH)
 
     # What is about float32 rows or float weights: they are XLA's.
     test_products_are_the_references = None
@@ -95,7 +96,7 @@ def test_pieces_leave_no_program_much_longer_than_the_others(out: int, width: in
         ({"dtype": "float32"}, FP8_E8M0, "x is float32"),
         ({}, DenseFormat("float32"), "not exact in bfloat16"),
         ({"width": 96}, FP8_E8M0, "96 columns of the weight are not a multiple of 128"),
-        ({"out": 64}, FP8_E8M0, "64 rows of the weight are not a multiple of 128"),
+        ({"out": 64}, FP8_E8M0, "64 rows of the weight in 1 groups are not a multiple of 128"),
         ({"rows": (0,)}, FP8_E8M0, "0 rows are not 1 to"),
         ({"rows": (3, 100)}, FP8_E8M0, "300 rows are not 1 to"),
     ],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tiling
+from pallas_kernels.block_linear import block_linear
 from pallas_kernels.expert_matmul import xla as expert_xla
 from pallas_kernels.formats import FP4_E4M3, FP4_E8M0, FP8_E8M0, DenseFormat
 from pallas_kernels.index_select import BlockSelection
@@ -16,6 +17,7 @@ from pallas_kernels.paged_memory import xla as paged_xla
 from pallas_kernels.sparse_attention import xla as attention_xla
 from tests.pallas_kernels.base import index_select, sparse_attention
 from tests.pallas_kernels.base.block_linear import BlockLinearTests
+from tests.pallas_kernels.base.block_linear import case as linear_case
 from tests.pallas_kernels.base.expert_matmul import ExpertMatmulTests, case
 from tests.pallas_kernels.base.index_select import IndexSelectTests
 from tests.pallas_kernels.base.paged_memory import PagedMemoryTests
@@ -166,3 +168,7 @@ class TestExpertMatmul(ExpertMatmulTests):
 
 class TestBlockLinear(BlockLinearTests):
     backend = "xla"
+
+    def test_an_input_that_does_not_fit_is_refused(self):
+        with pytest.raises(ValueError, match=r"x \(2, 3, 96\) in 2 groups does not fit a weight \(64, 96\)"):
+            block_linear(**linear_case(), activation_fmt=FP8_E8M0, groups=2)

@@ -12,10 +12,10 @@ from pallas_kernels.formats import FP8_E8M0, DenseFormat
 from tests.pallas_kernels.base.common import OperationTests, compiled, golden
 
 
-def case(dtype="float32", rows=(2, 3), out=64, width=96) -> dict:
+def case(dtype="float32", rows=(2, 3), out=64, width=96, groups=1) -> dict:
     rng = np.random.default_rng(0)
     return {
-        "x": jnp.asarray(rng.standard_t(3, (*rows, width)), dtype),
+        "x": jnp.asarray(rng.standard_t(3, (*rows, groups * width)), dtype),
         "weight": jnp.asarray(rng.standard_normal((out, width)), jnp.float8_e4m3fn),
         "scale": jnp.asarray(rng.integers(120, 130, (out // 32, width // 32)), jnp.uint8),
     }
@@ -27,12 +27,20 @@ class BlockLinearTests(OperationTests):
     def test_float8_weights(self, dtype: str, rounds: bool):
         self.check(case(dtype), FP8_E8M0 if rounds else DenseFormat(dtype))
 
-    def check(self, arrays: dict, fmt):
-        out = self.run("block_linear", arrays, activation_fmt=fmt)
+    # Outputs and inputs of a group.
+    group_size = (64, 96)
+
+    def test_groups_of_outputs_have_their_own_inputs(self):
+        out, width = self.group_size
+        self.check(case("bfloat16", (2, 3), 3 * out, width, groups=3), DenseFormat("bfloat16"), groups=3)
+
+    def check(self, arrays: dict, fmt, groups: int = 1):
+        out = self.run("block_linear", arrays, activation_fmt=fmt, groups=groups)
         dtype = arrays["x"].dtype
         assert out.dtype == dtype
         assert out.shape == (*arrays["x"].shape[:-1], arrays["weight"].shape[0])
-        wanted = np.asarray(compiled(reference.block_linear, arrays, activation_fmt=fmt), np.float32)
+        wanted = compiled(reference.block_linear, arrays, activation_fmt=fmt, groups=groups)
+        wanted = np.asarray(wanted, np.float32)
         # One rounding of a bfloat16 result may fall to the other side: a step is up to 2^-7 of the value.
         tolerance = 2.0**-7 if dtype == "bfloat16" else 1e-5
         np.testing.assert_allclose(np.asarray(out, np.float32), wanted, rtol=tolerance, atol=1e-4)
