@@ -6,16 +6,12 @@ import argparse
 import json
 import pathlib
 import sys
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from dsv41.commands.options import positive
 
-if TYPE_CHECKING:
-    from dsv41.evaluation.speed import Limits
-
-_LARGE_WIDTH = 1024
-_LARGE_LIMITS = (8192, 2**31)
-"""Side of the product and bytes of the read that show an accelerator's limits, for models that are run on one."""
+_KERNELS = 40
+"""Kernels of a profile that are printed, the costliest first."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -42,7 +38,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="time each configuration's widths only: one repetition of each group of layers, random weights and "
         "memory made on the device, this platform's kernels and XLA",
     )
+    parser.add_argument(
+        "--back-end",
+        choices=("gpu", "tpu", "xla"),
+        nargs="+",
+        metavar="NAME",
+        help="--widths: gpu, tpu or xla; default: this platform's kernels, then XLA",
+    )
     parser.add_argument("--chunk", type=positive, default=1024, metavar="N", help="--widths: tokens of a prefill chunk")
+    parser.add_argument(
+        "--profile",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="--widths: also write traces of a step and a chunk here, and print their costliest kernels",
+    )
     parser.add_argument("--steps", type=positive, default=64, metavar="N", help="decode steps of one timing")
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timings; the median is printed")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
@@ -66,35 +75,41 @@ def run(args: argparse.Namespace) -> int:
 def _widths(args: argparse.Namespace) -> int:
     from dsv41.config import load_config
     from dsv41.defaults import default_config
-    from dsv41.evaluation.speed import machine_limits
     from dsv41.evaluation.widths import measure_widths, random_model
+    from pallas_kernels import backend
+    from pallas_kernels.benchmark.limits import measure_limits
 
-    rows = []
+    rows, limits = [], measure_limits()
     for directory in args.models or [None]:
         config = default_config() if directory is None else load_config(directory)
-        large = config.text.hidden_size >= _LARGE_WIDTH
-        limits = machine_limits(config.activation_dtype, *(_LARGE_LIMITS if large else ()))
         print(f"bench: random weights of {directory or 'the embedded model'} …", file=sys.stderr)
         model, variables = random_model(config)
-        for batch in args.batch:
-            for context in args.context:
-                print(f"bench: batch {batch}, context {context} …", file=sys.stderr)
-                options = (batch, context, args.chunk, args.steps, args.repeats)
-                rows += measure_widths(model, variables, *options, limits)
+        names = args.back_end or tuple(dict.fromkeys((backend.preferred(), "xla")))
+        options = (names, args.batch, args.context, args.chunk, args.steps, args.repeats, limits, args.profile)
+        for row in measure_widths(model, variables, *options):
+            print(f"bench: {json.dumps(row)}", file=sys.stderr)
+            rows.append(row)
+        if args.profile is not None:
+            _print_profiles(args.profile)
         del variables
     return _print(args, rows, limits)
 
 
-def _print(args: argparse.Namespace, rows: list[dict], limits: Limits) -> int:
+def _print_profiles(directory: pathlib.Path) -> None:
+    from dsv41.evaluation.profile import kernel_times
+
+    for trace in sorted(path for path in directory.iterdir() if path.is_dir()):
+        kernels = kernel_times(trace)
+        print(f"{trace.name}: {sum(kernel.microseconds for kernel in kernels):.0f} µs on the device", file=sys.stderr)
+        for kernel in kernels[:_KERNELS]:
+            print(f"  {kernel.microseconds:10.1f} µs {kernel.count:6d} × {kernel.name}", file=sys.stderr)
+
+
+def _print(args: argparse.Namespace, rows: list[dict], limits: NamedTuple) -> int:
     if args.json:
         json.dump({"limits": limits._asdict(), "rows": rows}, sys.stdout, indent=1)
         print()
         return 0
-    _print_table(rows, limits)
-    return 0
-
-
-def _print_table(rows: list[dict], limits: Limits) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -103,10 +118,11 @@ def _print_table(rows: list[dict], limits: Limits) -> None:
     for name in columns:
         table.add_column(name.replace("_", " "), justify="left" if name == "model" else "right")
     for row in rows:
-        values = (row.get(name, "") for name in columns)
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
+        table.add_row(*(_text(row.get(name, "")) for name in columns))
     (Console() if sys.stdout.isatty() else Console(width=160, no_color=True)).print(table)
-    print(
-        f"measured here: {limits.bytes_per_s / 1e9:.1f} GB/s read, {limits.operations_per_s / 1e9:.0f} GFLOP/s "
-        f"(product of matrices), device {limits.device}"
-    )
+    print("measured here: " + ", ".join(f"{name} {_text(value)}" for name, value in limits._asdict().items()))
+    return 0
+
+
+def _text(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -10,14 +10,6 @@ import functools
 import re
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from dsv41.loading import abstract_variables
-from dsv41.model import Model
-from dsv41.state.request import create_state
-from dsv41.steps.decode import decode_step
-
 # Instructions that are names for data that is there already, or whose launches are counted elsewhere.
 _FREE = {
     "after-all",
@@ -74,16 +66,6 @@ def launches(program: str) -> Launches:
         if _opcode(line) == "while"
     )
     return Launches(count(entry), loops)
-
-
-def decode_launches(model: Model, batch: int, history: int) -> Launches:
-    """Of one decode step of ``batch`` requests over a page table for ``history`` tokens, compiled for this platform."""
-    pages = -(-history // model.settings.page_tokens)
-    state = jax.eval_shape(functools.partial(create_state, model.settings, batch, batch * pages, pages))
-    tokens, active = (jax.ShapeDtypeStruct((batch,), dtype) for dtype in (jnp.int32, jnp.bool_))
-    ids = jax.ShapeDtypeStruct((model.settings.text.vocab_size,), jnp.int32)
-    variables = {"params": abstract_variables(model), "constants": {"token_map": ids}}
-    return launches(decode_step.lower(model, variables, state, tokens, active).compile().as_text())
 
 
 def _computations(program: str) -> tuple[dict[str, list[str]], str | None]:

@@ -7,18 +7,23 @@ not on how that came about.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import os
+import pathlib
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Compiled
 
 from dsv41.config import ModelConfig
-from dsv41.evaluation.speed import Limits, matrix_parameters
-from dsv41.layer_table import Layer, Mode
+from dsv41.evaluation.floors import step_work
+from dsv41.evaluation.launches import launches
+from dsv41.layer_table import Mode, stack_plan
 from dsv41.loading import device_random_variables
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
@@ -29,6 +34,7 @@ from dsv41.steps.decode import generate_step
 from dsv41.steps.prefill import Variables, exact_chunk
 from dsv41.steps.sampling import create_sampler
 from pallas_kernels import backend
+from pallas_kernels.benchmark.limits import Limits
 from pallas_kernels.formats import Format, Packed
 
 
@@ -79,137 +85,173 @@ def _random_entries(fmt: Format, shape: tuple[int, ...], width: int, key: jax.Ar
     return fmt.encode(jax.random.normal(key, (*shape, width)))
 
 
+class Case(NamedTuple):
+    """What is timed: ``batch`` requests that decode together, and a chunk of one request, all at ``context`` tokens."""
+
+    back_end: str
+    batch: int
+    context: int
+
+
+class _Programs(NamedTuple):
+    """Compiled for one case; both take the variables and donate the state."""
+
+    decode: Compiled
+    chunk: Compiled
+    compile_s: float
+
+
 def measure_widths(
     model: Model,
     variables: Variables,
-    batch: int,
-    context: int,
+    back_ends: Sequence[str],
+    batches: Sequence[int],
+    contexts: Sequence[int],
     chunk: int,
     steps: int,
     repeats: int,
     limits: Limits,
-) -> list[dict[str, Any]]:
-    """One row for each back end: the present platform's, and XLA if that is another.
+    profile: pathlib.Path | None = None,
+) -> Iterator[dict[str, Any]]:
+    """One row for each batch, context and back end.
+
+    All programs are compiled side by side before the first is timed: one takes a minute, and a few cores are idle.
 
     Args:
-      batch: requests that decode together; a prefill chunk is of one request.
-      context: tokens of each before the timed steps and chunks.
       chunk: tokens of a prefill chunk, through all layers.
       steps: decode steps of one timing, and ``repeats`` of them; steps do not wait for the host.
+      profile: a directory for a trace of a decode step and a chunk of each case, in a folder of its name.
 
-    Returns:
-      milliseconds of a decode step and of a prefill chunk, their floors (:func:`step_floor`) and the ratios, and
-      seconds to compile both.
+    Yields:
+      milliseconds of a decode step and of a prefill chunk, their floors (:func:`step_floor`) and floor over time;
+      seconds to compile both; launches of a step and of a chunk, and those of one of its Reuse layers (the longest run
+      of them, 0 without one).
     """
-    settings, rows = model.settings, []
-    decode_floor = step_floor(model, variables, limits, batch, 1, context)
-    chunk_floor = step_floor(model, variables, limits, 1, chunk, context)
-    for name in dict.fromkeys((backend.preferred(), "xla")):
-        with backend.use(name):
-            begin = time.perf_counter()
-            decode_s, chunk_s, compile_s = _seconds(model, variables, batch, context, chunk, steps, repeats)
-        rows.append(
-            {
-                "back_end": name,
+    settings = model.settings
+    cases = [Case(name, batch, context) for batch in batches for context in contexts for name in back_ends]
+    lengths = _Lengths(chunk, steps, repeats)
+    with concurrent.futures.ThreadPoolExecutor(min(len(cases), os.cpu_count() or 1)) as pool:
+        waiting = [pool.submit(_compile, model, variables, case, lengths) for case in cases]
+        for case, programs in zip(cases, waiting, strict=True):
+            programs = programs.result()
+            decode_s = _decode_seconds(model, variables, case, lengths, programs.decode, profile)
+            chunk_s = _chunk_seconds(model, variables, case, lengths, programs.chunk, profile)
+            decode_floor = step_floor(model, variables, limits, case.batch, 1, case.context)
+            chunk_floor = step_floor(model, variables, limits, 1, chunk, case.context)
+            yield {
+                **case._asdict(),
                 "layers": settings.text.num_hidden_layers,
-                "batch": batch,
-                "context": context,
                 "step_ms": decode_s * 1e3,
                 "step_floor_ms": decode_floor * 1e3,
-                "step_over_floor": decode_s / decode_floor,
+                "step_of_floor": decode_floor / decode_s,
                 "chunk_ms": chunk_s * 1e3,
                 "chunk_floor_ms": chunk_floor * 1e3,
-                "chunk_over_floor": chunk_s / chunk_floor,
-                "compile_s": compile_s,
-                "total_s": time.perf_counter() - begin,
+                "chunk_of_floor": chunk_floor / chunk_s,
+                "compile_s": programs.compile_s,
+                **_launches(settings, "step", programs.decode),
+                **_launches(settings, "chunk", programs.chunk),
             }
-        )
-    return rows
-
-
-def _seconds(
-    model: Model, variables: Variables, batch: int, context: int, chunk: int, steps: int, repeats: int
-) -> tuple[float, float, float]:
-    """Seconds of a decode step, of a prefill chunk, and of compiling (and first running) both."""
-    settings = model.settings
-    active, sampler = jnp.ones((batch,), bool), create_sampler(batch)
-    state = filled_state(settings, batch, context, steps * repeats + 1)
-
-    def decode(carry: tuple) -> tuple:
-        return generate_step(model, variables, *carry, active)[:2]
-
-    carry, decode_compile_s = _timed(lambda: decode((state, sampler)))
-    times = []
-    for _ in range(repeats):
-        carry, seconds = _timed(lambda carry=carry: functools.reduce(lambda c, _: decode(c), range(steps), carry))
-        times.append(seconds / steps)
-    del carry, state
-
-    ids = np.random.default_rng(0).integers(3, settings.text.vocab_size, (1, chunk)).astype(np.int32)
-    tokens, request = TokenBatch(jnp.asarray(ids), jnp.full(1, chunk, jnp.int32)), jnp.zeros(1, jnp.int32)
-    state = filled_state(settings, 1, context, (repeats + 1) * chunk)
-    (state, *_), chunk_compile_s = _timed(lambda: exact_chunk(model, variables, state, request, tokens))
-    chunk_times = []
-    for _ in range(repeats):
-        (state, *_), seconds = _timed(lambda state=state: exact_chunk(model, variables, state, request, tokens))
-        chunk_times.append(seconds)
-    return float(np.median(times)), float(np.median(chunk_times)), decode_compile_s + chunk_compile_s
-
-
-def _timed(f: Callable[[], Any]) -> tuple[Any, float]:
-    begin = time.perf_counter()
-    result = jax.block_until_ready(f())
-    return result, time.perf_counter() - begin
 
 
 def step_floor(model: Model, variables: Variables, limits: Limits, batch: int, queries: int, context: int) -> float:
-    """Least seconds of a step: the larger of bytes over bandwidth and operations over rate.
-
-    Bytes: all weights but the tables, of the experts those that so many tokens choose if they choose evenly; each
-    request's window, the index keys that a selecting layer looks at, and the chosen entries, once for each query but
-    no more than there are.
-    """
-    settings = model.settings
-    text, tokens = settings.text, batch * queries
-    weights = _weight_bytes(variables, 1 - (1 - text.num_experts_per_tok / text.n_routed_experts) ** tokens)
-    entries = batch * sum(_layer_bytes(settings, layer, queries, context) for layer in settings.table.layers)
-    attended = text.num_attention_heads * text.head_dim
-    operations = tokens * 2 * matrix_parameters(model)
-    for layer in settings.table.layers:
-        seen = text.sliding_window + min(text.index_topk, _entries(layer, context))
-        operations += tokens * 4 * attended * seen
-        operations += tokens * 2 * text.index_n_heads * text.index_head_dim * _scanned(settings, layer, context)
-    return max((weights + entries) / limits.bytes_per_s, operations / limits.operations_per_s)
+    """Least seconds of a step: the sum over its parts (:func:`~dsv41.evaluation.floors.step_work`)."""
+    work = step_work(model, variables, batch, queries, context).values()
+    return sum(limits.floor(part.operations, part.moved) for part in work)
 
 
-def _entries(layer: Layer, context: int) -> int:
-    return context // layer.kind.ratio if layer.kind.ratio else 0
+class _Lengths(NamedTuple):
+    chunk: int
+    steps: int
+    repeats: int
+
+    def decoded(self, case: Case) -> int:
+        """Tokens that each request needs room for in the decode timings."""
+        return case.context + self.steps * (self.repeats + 1) + 2
+
+    def prefilled(self, case: Case) -> int:
+        return case.context + self.chunk * (self.repeats + 2)
 
 
-def _scanned(settings: Settings, layer: Layer, context: int) -> int:
-    """Index keys that one query of the layer is compared with."""
-    text, entries = settings.text, _entries(layer, context)
-    if not layer.kind.selects:
-        return 0
-    return min(entries, text.candidate_topk_blocks * text.candidate_block_size) if layer.kind.uses_pool else entries
+def _compile(model: Model, variables: Variables, case: Case, lengths: _Lengths) -> _Programs:
+    begin = time.perf_counter()
+
+    def state(batch: int, tokens: int) -> ModelState:
+        return jax.eval_shape(lambda: create_sequential_state(model.settings, batch, tokens))
+
+    shape = jax.ShapeDtypeStruct
+    with backend.use(case.back_end):
+        sampler, active = jax.eval_shape(lambda: create_sampler(case.batch)), shape((case.batch,), jnp.bool_)
+        decoding = generate_step.lower(model, variables, state(case.batch, lengths.decoded(case)), sampler, active)
+        tokens = TokenBatch(shape((1, lengths.chunk), jnp.int32), shape((1,), jnp.int32))
+        chunk = exact_chunk.lower(model, variables, state(1, lengths.prefilled(case)), shape((1,), jnp.int32), tokens)
+        return _Programs(decoding.compile(), chunk.compile(), time.perf_counter() - begin)
 
 
-def _layer_bytes(settings: Settings, layer: Layer, queries: int, context: int) -> int:
-    """Bytes of entries that a request's queries make a layer read."""
-    text, formats = settings.text, settings.formats
-    count = (text.sliding_window + queries - 1) * formats.window.entry_bytes(text.head_dim)
-    if layer.kind.mode is not Mode.WINDOW:
-        chosen = min(queries * text.index_topk, _entries(layer, context))
-        count += chosen * formats.main_kv.entry_bytes(text.head_dim)
-    scanned = min(queries * _scanned(settings, layer, context), _entries(layer, context))
-    return count + scanned * formats.index_keys.entry_bytes(text.index_head_dim)
+def _decode_seconds(
+    model: Model,
+    variables: Variables,
+    case: Case,
+    lengths: _Lengths,
+    program: Compiled,
+    profile: pathlib.Path | None,
+) -> float:
+    active = jnp.ones((case.batch,), bool)
+    state = filled_state(model.settings, case.batch, case.context, lengths.decoded(case) - case.context)
+    # Different tokens, which choose different experts.
+    ids = np.random.default_rng(0).integers(3, model.settings.text.vocab_size, case.batch).astype(np.int32)
+    carry = (state, create_sampler(case.batch).replace(pending=jnp.asarray(ids)))
+    del state
+
+    def decode(count: int) -> None:
+        nonlocal carry
+        for _ in range(count):
+            carry = program(variables, *carry, active)[:2]
+        jax.block_until_ready(carry)
+
+    decode(1)
+    times = [_timed(decode, lengths.steps) / lengths.steps for _ in range(lengths.repeats)]
+    if profile is not None:
+        with jax.profiler.trace(str(profile / f"decode-{case.back_end}-{case.batch}-{case.context}")):
+            decode(1)
+    return float(np.median(times))
 
 
-def _weight_bytes(variables: Variables, experts: float) -> float:
-    """Bytes of the weights that a step reads, given the share of the routed experts; the embedding is a table."""
-    total = 0.0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(variables["params"])[0]:
-        keys = [key.key for key in path]
-        if keys[0] != "embed":
-            total += leaf.nbytes * (experts if "experts" in keys else 1.0)
-    return total
+def _chunk_seconds(
+    model: Model,
+    variables: Variables,
+    case: Case,
+    lengths: _Lengths,
+    program: Compiled,
+    profile: pathlib.Path | None,
+) -> float:
+    ids = np.random.default_rng(0).integers(3, model.settings.text.vocab_size, (1, lengths.chunk)).astype(np.int32)
+    tokens = TokenBatch(jnp.asarray(ids), jnp.full(1, lengths.chunk, jnp.int32))
+    request = jnp.zeros(1, jnp.int32)
+    state = filled_state(model.settings, 1, case.context, lengths.prefilled(case) - case.context)
+
+    def prefill() -> None:
+        nonlocal state
+        state, *_ = jax.block_until_ready(program(variables, state, request, tokens))
+
+    prefill()
+    times = [_timed(prefill) for _ in range(lengths.repeats)]
+    if profile is not None:
+        with jax.profiler.trace(str(profile / f"chunk-{case.back_end}-{case.context}")):
+            prefill()
+    return float(np.median(times))
+
+
+def _timed(f: Callable[..., None], *arguments: Any) -> float:
+    begin = time.perf_counter()
+    f(*arguments)
+    return time.perf_counter() - begin
+
+
+def _launches(settings: Settings, name: str, program: Compiled) -> dict[str, int]:
+    """All launches of a program, and those of a turn of its loop over Reuse layers."""
+    table = settings.table
+    groups = (*stack_plan(table.encoder), *stack_plan(table.decoder))
+    run = max((run.count for group in groups for run in group.runs if run.kind.mode is Mode.REUSE), default=0)
+    total, loops = launches(program.as_text())
+    turns = [loop.launches for loop in loops if run > 1 and loop.trips == run]
+    return {f"{name}_launches": total, f"{name}_reuse_launches": max(turns, default=0)}
