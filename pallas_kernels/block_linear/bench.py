@@ -25,10 +25,10 @@ def cases() -> list[Case]:
     large, small = "target: 60 % of the floor", "starting its two or three kernels takes longer than its floor"
     notes = {shape: large if shape[0] * shape[1] > 2**24 else small for shape in _SHAPES}
     few = [_case(rows, shape, note) for shape, note in notes.items() for rows in (1, 64, 128)]
-    return [*few, _case(4096, _SHAPES[0], "XLA decodes once and multiplies", native=False)]
+    return [*few, _case(4096, _SHAPES[0], "rounded by a kernel, decoded once and multiplied by XLA")]
 
 
-def _case(rows: int, shape: tuple[int, int], note: str, native: bool = True) -> Case:
+def _case(rows: int, shape: tuple[int, int], note: str) -> Case:
     out, width = shape
     moved = out * width + out * width / BLOCK**2 + 2 * rows * (out + width)
     return Case(
@@ -39,7 +39,6 @@ def _case(rows: int, shape: tuple[int, int], note: str, native: bool = True) -> 
         operations=_LAYERS * 2.0 * rows * out * width,
         bytes=_LAYERS * float(moved),
         error=_error,
-        native=native,
         note=note,
     )
 

@@ -1,7 +1,8 @@
-"""Dense linear map of few rows on Hopper GPUs: float8 weights are read once and decoded on the way.
+"""Dense linear map on Hopper GPUs.
 
-Rounding is a Pallas-Triton kernel (elementwise, one launch), the product a Mosaic GPU kernel, whose matrix
-instructions take decoded weights from registers. Many rows are XLA's: they are worth a matrix that is decoded once.
+Rounding is a Pallas-Triton kernel (elementwise, one launch). The product of few rows is a Mosaic GPU kernel that reads
+float8 weights once and decodes them on their way to the matrix unit; many rows are worth a matrix that is decoded once,
+and the product is XLA's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import backend
 from pallas_kernels.block_linear import gpu_product, xla
 from pallas_kernels.block_linear.weights import BLOCK, decode_blocks
-from pallas_kernels.formats import FP8_E8M0, Format
+from pallas_kernels.formats import FP8_E8M0, DenseFormat, Format
+from pallas_kernels.gpu.rounding import round_blocks, round_rows
 from pallas_kernels.products import operand_dtype
 
 # Beyond these rows a product takes longer than reading its weights, and the kernel's sums do not fit into registers.
@@ -38,8 +40,8 @@ def unsupported(
         return f"x is {x.dtype}"
     if operand_dtype(x.dtype, activation_fmt) != jnp.bfloat16:
         return f"activations rounded to {activation_fmt} are not exact in bfloat16"
-    if not 0 < rows <= MAX_ROWS:
-        return f"{rows} rows are not 1 to {MAX_ROWS}"
+    if rows == 0:
+        return "no rows"
     if out % (groups * gpu_product.TILE):
         return f"{out} rows of the weight in {groups} groups are not a multiple of {gpu_product.TILE}"
     if width % gpu_product.STEP:
@@ -54,7 +56,8 @@ def block_linear(
     out, width = weight.shape
     if (scale.shape[0] * BLOCK, scale.shape[1] * BLOCK) != (out, width):
         decode_blocks(weight, scale, x.dtype)  # raises
-    y = _linear(activation_fmt, groups, x.reshape(-1, groups * width), weight, scale)
+    rows = x.reshape(-1, groups * width)
+    y = (_linear if rows.shape[0] <= MAX_ROWS else _many_rows)(activation_fmt, groups, rows, weight, scale)
     return y.reshape(*x.shape[:-1], out)
 
 
@@ -77,6 +80,15 @@ def _backward(fmt, groups, saved, dy):
 _linear.defvjp(_forward, _backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _many_rows(fmt: Format, groups: int, x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    x = round_rows(x) if fmt == FP8_E8M0 else fmt.round(x)
+    return xla.block_linear(x, weight, scale, activation_fmt=DenseFormat(x.dtype.name), groups=groups)
+
+
+_many_rows.defvjp(lambda *arguments: (_many_rows(*arguments), arguments[2:]), _backward)
+
+
 def round_and_place(x: jax.Array, fmt: Format, rows: int) -> jax.Array:
     """``fmt.round(x)`` as the product takes it, in one launch where XLA would need one for each step.
 
@@ -92,7 +104,7 @@ def round_and_place(x: jax.Array, fmt: Format, rows: int) -> jax.Array:
     def body(x_ref, out_ref):
         values = x_ref[...].reshape(step // BLOCK, BLOCK)
         if fmt == FP8_E8M0:
-            values = _rounded(values.astype(jnp.float32)).astype(x.dtype)
+            values = round_blocks(values.astype(jnp.float32)).astype(x.dtype)
         channel = lax.broadcasted_iota(jnp.int32, values.shape, 0) * BLOCK
         channel += lax.broadcasted_iota(jnp.int32, values.shape, 1)
         plgpu.store(out_ref.at[0, gpu_product.place(channel)], values)
@@ -106,14 +118,3 @@ def round_and_place(x: jax.Array, fmt: Format, rows: int) -> jax.Array:
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=backend.interpreted(),
     )(x)
-
-
-def _rounded(blocks: jax.Array) -> jax.Array:
-    """``FP8_E8M0.round`` of float32 ``[blocks, 32]``."""
-    top = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), FP8_E8M0.floor)
-    # The smallest power of two ≥ top / 448, with 448 = 1.75 · 2⁸: no division, which is not exact everywhere.
-    bits = lax.bitcast_convert_type(top, jnp.int32)
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
-    up = lax.bitcast_convert_type(exponent << 23, jnp.float32)[:, None]
-    down = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)[:, None]
-    return (blocks * down).astype(jnp.float8_e4m3fn).astype(jnp.float32) * up
