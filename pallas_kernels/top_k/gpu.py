@@ -84,7 +84,8 @@ def select_rows(
     while levels[-1].shape[1] > _SELECTED_FROM:
         levels.append(_group_maxima(levels[-1], lengths, branch, math.prod(branches)))
         branches.append(branch)
-    pins = jnp.full(lengths.shape, -1, jnp.int32) if pinned is None else pinned
+    # Without pinned elements any array of that shape will do.
+    pins = lengths if pinned is None else pinned
     keys, indices = _search(levels, branches, lengths, pins, k, pinned is not None)
     return _order(keys, indices, lengths, k)
 
