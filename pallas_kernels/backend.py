@@ -48,6 +48,10 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "gpu": "pallas_kernels.sparse_attention.gpu:sparse_attention",
         "tpu": "pallas_kernels.sparse_attention.tpu:sparse_attention",
     },
+    "route": {
+        "xla": "pallas_kernels.router.xla:route",
+        "gpu": "pallas_kernels.router.gpu:route",
+    },
     "expert_matmul": {
         "xla": "pallas_kernels.expert_matmul.xla:expert_matmul",
         "gpu": "pallas_kernels.expert_matmul.gpu:expert_matmul",

@@ -14,7 +14,16 @@ import sys
 
 from pallas_kernels.benchmark.case import Case
 
-FOLDERS = ("sparse_attention", "paged_memory", "index_select", "top_k", "expert_matmul", "block_linear", "mhc")
+FOLDERS = (
+    "sparse_attention",
+    "paged_memory",
+    "index_select",
+    "top_k",
+    "expert_matmul",
+    "block_linear",
+    "mhc",
+    "router",
+)
 
 
 def cases(names: list[str]) -> list[Case]:

@@ -9,13 +9,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jax import lax
 
-from dsv41.layers.linear import Linear, declare, matmul
+from dsv41.layers.linear import Linear, declare
 from dsv41.settings import Settings
 from pallas_kernels.expert_matmul import ExpertWeights, expert_matmul
 from pallas_kernels.formats import FP4_E8M0
 from pallas_kernels.products import narrow
+from pallas_kernels.router import route
 
 
 class Routing(NamedTuple):
@@ -38,15 +38,24 @@ class Router(nn.Module):
         self.bias = declare(self, "bias", (self.num_experts,), jnp.float32, ("experts",))
         self.bias_vl = declare(self, "bias_vl", (self.num_experts,), jnp.float32, ("experts",))
 
-    def __call__(self, x: jax.Array, is_image: jax.Array) -> Routing:
-        """Routes ``[batch, query, d]``; positions with ``is_image`` [batch, query] choose by the image bias."""
-        logits = matmul(x, self.weight)
-        scores = jnp.sqrt(nn.softplus(logits))
-        bias = jnp.where(is_image[..., None], self.bias_vl, self.bias)
-        _, experts = lax.top_k(scores + bias, self.chosen)
-        weights = jnp.take_along_axis(scores, experts, axis=-1)
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return Routing(experts, weights * self.settings.text.routed_scaling_factor)
+    def __call__(self, x: jax.Array, is_image: jax.Array, valid: jax.Array | None = None) -> Routing:
+        """Routes ``[batch, query, d]``; positions with ``is_image`` [batch, query] choose by the image bias.
+
+        Positions that are not ``valid`` [batch, query] go to expert number ``num_experts``, which is nobody: padded
+        rows cost no expert and cannot reach live ones.
+        """
+        valid = jnp.ones_like(is_image) if valid is None else valid
+        chosen = route(
+            rearrange(x, "b s d -> (b s) d"),
+            self.weight,
+            self.bias,
+            self.bias_vl,
+            is_image.reshape(-1),
+            valid.reshape(-1),
+            k=self.chosen,
+            scale=self.settings.text.routed_scaling_factor,
+        )
+        return Routing(*(c.reshape(*x.shape[:2], -1) for c in chosen))
 
 
 class ExpertMatrix(nn.Module):
@@ -167,9 +176,7 @@ class MixtureOfExperts(nn.Module):
 
         ``stacked`` and ``layer``: see :class:`Experts`.
         """
-        routing = self.gate(x, is_image)
-        # Expert number `num_experts` is nobody: padded rows cost no expert and cannot reach live ones.
-        sent = Routing(jnp.where(valid[..., None], routing.experts, self.num_experts), routing.weights)
-        flat = Routing(*(rearrange(r, "b s k -> (b s) k") for r in sent))
+        routing = self.gate(x, is_image, valid)
+        flat = Routing(*(rearrange(r, "b s k -> (b s) k") for r in routing))
         y = self.experts(rearrange(x, "b s d -> (b s) d"), flat, stacked, layer).reshape(x.shape)
         return narrow(y + self.shared_experts(x).astype(jnp.float32), x.dtype), routing

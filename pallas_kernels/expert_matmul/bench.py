@@ -21,7 +21,8 @@ _SAMPLES = 2
 def cases() -> list[Case]:
     memory, matrix = "target: 60 % of the floor", "target: 300 TFLOP/s"
     few = (
-        "six experts are read in less time than sorting, rounding and summing take to start; next: one kernel for these"
+        "six experts are 54 and 60 tiles, so that half of the multiprocessors have none; "
+        "next: try smaller tiles for few blocks"
     )
     notes = {1: few, 64: memory, 128: memory, 256: memory, 512: memory, 2048: "", 8192: matrix}
     return [_case(tokens, note) for tokens, note in notes.items()]

@@ -17,13 +17,18 @@ _VALUES = 1024
 
 def round_blocks(blocks: jax.Array) -> jax.Array:
     """``FP8_E8M0.round`` of float32 ``[blocks, 32]``, inside a kernel."""
-    top = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), FP8_E8M0.floor)
+    return round_under(blocks, jnp.max(jnp.abs(blocks), axis=-1)[:, None])
+
+
+def round_under(x: jax.Array, top: jax.Array) -> jax.Array:
+    """``FP8_E8M0.round`` of float32 values, inside a kernel; ``top``: largest magnitudes of their blocks, broadcast."""
+    top = jnp.maximum(top, FP8_E8M0.floor)
     # The smallest power of two ≥ top / 448, with 448 = 1.75 · 2⁸: no division, which is not exact everywhere.
     bits = lax.bitcast_convert_type(top, jnp.int32)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
-    up = lax.bitcast_convert_type(exponent << 23, jnp.float32)[:, None]
-    down = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)[:, None]
-    return (blocks * down).astype(jnp.float8_e4m3fn).astype(jnp.float32) * up
+    up = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    down = lax.bitcast_convert_type((254 - exponent) << 23, jnp.float32)
+    return (x * down).astype(jnp.float8_e4m3fn).astype(jnp.float32) * up
 
 
 def round_rows(x: jax.Array) -> jax.Array:
