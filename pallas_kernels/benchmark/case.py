@@ -25,6 +25,8 @@ class Case:
         output's scale; for selections the share of wrong picks.
       torch: PyTorch's way of doing the same on the same arrays: a function to be timed; None: there is no fair one.
       native: the hand-written kernel must run; False if XLA is what the platform is meant to take here.
+      feed: where the function updates an argument in place: a set's next arguments from the set and its last result,
+        ``lambda arrays, out: arrays | {"pool": out}``; what is fed is then not copied, as with donation.
       note: target, and where it is missed the reason and the next idea.
     """
 
@@ -37,6 +39,7 @@ class Case:
     error: Callable[[dict[str, Any], Any], float]
     torch: Callable[[dict[str, Any]], Callable[[], Any]] | None = None
     native: bool = True
+    feed: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
     note: str = ""
 
 

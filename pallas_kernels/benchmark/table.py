@@ -30,6 +30,9 @@ def render(rows: Sequence[Row], limits: Limits, title: str) -> str:
         f"Measured limits: copy {limits.copy_bytes_per_s / 1e12:.2f} TB/s (read + written), "
         f"bfloat16 product {limits.operations_per_s / 1e12:.0f} TFLOP/s. "
         "Floor: the larger of bytes over the one and operations over the other.",
+        "Times are those of a call within one compiled program that makes many after each other, each waiting for the "
+        "one before, on sets of arguments in turn; what an operation updates in place is not copied. PyTorch's calls "
+        "are queued by the host.",
         "",
         "| " + " | ".join(_HEAD) + " |",
         "| --- | --- |" + " ---: |" * (len(_HEAD) - 2),

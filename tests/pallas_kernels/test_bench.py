@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from pallas_kernels.benchmark.case import Case, output_bytes
 from pallas_kernels.benchmark.limits import Limits
 from pallas_kernels.benchmark.measure import measure
 from pallas_kernels.benchmark.table import render
+from pallas_kernels.benchmark.timing import _rounds, seconds_in_program
 from pallas_kernels.top_k import top_k
 
 LIMITS = Limits(copy_bytes_per_s=1e9, operations_per_s=1e9)
@@ -58,6 +60,41 @@ def test_a_failure_and_a_case_too_long_are_said_not_raised():
     text = render([row, skipped], LIMITS, "title")
     assert "no time of native: RuntimeError: out of memory" in text
     assert "no time of all: its floor is 5 s here" in text
+
+
+@pytest.mark.gpu
+def test_the_timed_program_makes_every_call_in_every_round():
+    """Equal calls on the same arguments: a compiler that may would make only one."""
+
+    def program(x, results):
+        return _rounds(lambda arrays: jnp.sort(arrays["x"] @ arrays["x"]), None, 5, [{"x": x}] * 3, results)
+
+    x = jnp.ones((8, 8))
+    body, entry = jax.jit(program).lower(x, [x] * 3).compile().as_text().split("\nENTRY ")
+    assert " while(" in entry
+    assert " sort(" not in entry
+    assert body.count(" sort(") == 3
+
+
+def test_what_is_fed_goes_through_every_call():
+    def call(arrays):
+        return arrays["pool"] + arrays["step"]
+
+    def feed(arrays, out):
+        return arrays | {"pool": out}
+
+    turns = [{"pool": jnp.zeros(()), "step": jnp.float32(step)} for step in (1, 10, 100)]
+    assert [float(x) for x in _rounds(call, feed, 4, turns, [jnp.zeros(())] * 3)] == [4, 40, 400]
+
+
+def test_a_call_in_a_program_takes_time_and_its_result_is_checked():
+    x, seen = jnp.ones((300, 300)), []
+
+    def check(result):
+        seen.append(float(jnp.mean(result)))
+
+    assert seconds_in_program(lambda arrays: arrays["x"] @ arrays["x"], [{"x": x}], guess_s=1e-3, check=check) > 0
+    assert seen == [300]
 
 
 def test_output_bytes():

@@ -13,25 +13,31 @@ from tests.pallas_kernels.base.common import OperationTests, golden
 STATIC = {"norm_eps": 1e-6, "eps": 1e-6, "iterations": 20}
 
 
+sinkhorn = jax.jit(xla.sinkhorn, static_argnums=(1, 2))
+
+
 def case(shape=(2, 5), copies=4, width=128, dtype="float32", updates=True) -> dict:
     """Arguments of the operation; coefficients far from uniform, and statistics that differ from row to row."""
-    rng = np.random.default_rng(0)
+    # On the host: as operations of the device each of these lines would be compiled for every shape.
+    rng, normal = np.random.default_rng(0), lambda *shape: rng.standard_normal(shape)
 
-    def normal(*shape, dtype="float32") -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape), dtype)
+    def given(x: np.ndarray, dtype="float32") -> jax.Array:
+        return jnp.asarray(x.astype(jnp.dtype(dtype)))
 
     rows = (2 + copies) * copies
     update = None
     if updates:
-        comb = xla.sinkhorn(2 * normal(*shape, copies, copies), 20, 1e-6)
-        update = Update(3 * normal(*shape, width, dtype=dtype), 1 + jnp.tanh(normal(*shape, copies)), comb)
+        comb = sinkhorn(given(2 * normal(*shape, copies, copies)), 20, 1e-6)
+        update = Update(given(3 * normal(*shape, width), dtype), given(1 + np.tanh(normal(*shape, copies))), comb)
     return {
-        "streams": (jnp.exp(normal(*shape, 1, 1)) * normal(*shape, copies, width)).astype(dtype),
-        "mix": jax.nn.sigmoid(normal(*shape, copies)),
+        "streams": given(np.exp(normal(*shape, 1, 1)) * normal(*shape, copies, width), dtype),
+        "mix": given(1 / (1 + np.exp(-normal(*shape, copies)))),
         "connection": HyperConnection(
-            normal(rows, copies * width) / np.sqrt(copies * width / 4), normal(rows), jnp.asarray([0.7, 1.2, 0.9])
+            given(normal(rows, copies * width) / np.sqrt(copies * width / 4)),
+            given(normal(rows)),
+            jnp.asarray([0.7, 1.2, 0.9]),
         ),
-        "norm_weight": (1 + 0.1 * normal(width)).astype(dtype),
+        "norm_weight": given(1 + 0.1 * normal(width), dtype),
         "update": update,
     }
 
@@ -96,9 +102,10 @@ class MhcTests(OperationTests):
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_padded_rows_change_no_other(self, dtype: str):
         clean = case(width=self.width, dtype=dtype)
-        dead = jnp.zeros((2, 5), bool).at[0, 2].set(True).at[1, 4].set(True)
+        dead = np.zeros((2, 5), bool)
+        dead[0, 2] = dead[1, 4] = True
         poison = jax.tree.map(
-            lambda x: jnp.where(dead.reshape(2, 5, *[1] * (x.ndim - 2)), jnp.nan, x).astype(x.dtype),
+            lambda x: np.where(dead.reshape(2, 5, *[1] * (x.ndim - 2)), np.nan, x).astype(x.dtype),
             {name: clean[name] for name in ("streams", "mix", "update")},
         )
         ours, wanted = (self.run("mhc", arrays, **STATIC) for arrays in (clean | poison, clean))
@@ -108,8 +115,8 @@ class MhcTests(OperationTests):
     def test_zeros_stay_finite(self):
         arrays = case(width=self.width)
         arrays |= {
-            "streams": 0 * arrays["streams"],
-            "update": arrays["update"]._replace(y=jnp.zeros((2, 5, self.width))),
+            "streams": np.zeros_like(arrays["streams"]),
+            "update": arrays["update"]._replace(y=np.zeros((2, 5, self.width), np.float32)),
         }
         ours = self.run("mhc", arrays, **STATIC)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ours))
@@ -121,7 +128,7 @@ class MhcTests(OperationTests):
         arrays = case((1, 3), width=self.width)
         rng = np.random.default_rng(1)
         shapes = jax.eval_shape(lambda a: xla.mhc(**a, **STATIC), arrays)
-        seeds = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s.shape), s.dtype), shapes)
+        seeds = jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(s.dtype), shapes)
 
         def loss(function):
             def total(arrays):
@@ -131,8 +138,8 @@ class MhcTests(OperationTests):
             return jax.jit(jax.grad(total))
 
         ours = loss(lambda a: self.run("mhc", a, **STATIC))(arrays)
-        direction = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), arrays)
-        slope = sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(direction), strict=True))
+        direction = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), arrays)
+        slope = sum(np.vdot(a, b) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(direction), strict=True))
 
         def along(t: float) -> float:
             moved = jax.tree.map(lambda x, d: np.asarray(x + t * d), arrays, direction)
