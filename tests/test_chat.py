@@ -15,6 +15,8 @@ from dsv41.config import load_config
 from dsv41.tokens.chat import ChatError, ChatFormat, ChatPiece, ChatPrompt, ChatReply, take_conversation
 from dsv41.tokens.tokenizer import Tokenizer
 
+pytest.importorskip("deepseek_recipe")
+
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = load_config(ROOT / "configs" / "deepseek-v4.1-flash")
 TOKENIZER = Tokenizer()

@@ -21,10 +21,11 @@ from dsv41.state.request import create_state
 from dsv41.steps.decode import generate_step
 from dsv41.steps.sampling import create_sampler
 from tests.conftest import GOLDEN
+from tests.helpers import SMALL_LAYOUT, random_model
 
 
-def test_replay_equals_exact_up_to_the_window_and_keeps_the_memory_beyond(smooth_mini8):
-    model, variables = smooth_mini8
+def test_replay_equals_exact_up_to_the_window_and_keeps_the_memory_beyond():
+    model, variables = random_model(False, **SMALL_LAYOUT)
     window = model.settings.text.sliding_window
     prompts = random_prompts(model.settings.config, 61, 2, seed=0)
     short = compare_replay(model, variables, prompts, window, chunk=64)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pathlib
 
-import nbclient
-import nbformat
 import pytest
+
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("ipykernel")
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 

@@ -31,11 +31,13 @@ from tests.conftest import GOLDEN
 from tests.helpers import (
     ALL_SLOTS,
     SLOTS,
+    SMALL_LAYOUT,
     assert_close,
     fresh_state,
     mini8_config,
     owned,
     poison_contents,
+    random_model,
     random_tokens,
 )
 from tests.test_cli import DEFAULT_FLAGS, MINI8_FLAGS, ROOT
@@ -164,9 +166,9 @@ def test_history_after_a_prefix_blocks_pictures():
         np.testing.assert_array_equal(state.ngram_tail[2], wanted)
 
 
-def test_a_span_may_be_cut_by_a_chunk_at_any_position(smooth_mini8):
+def test_a_span_may_be_cut_by_a_chunk_at_any_position():
     """Two pictures side by side move over the edges of chunks of 16; equal to one chunk, rounding off."""
-    model, variables = smooth_mini8
+    model, variables = random_model(False, **SMALL_LAYOUT)
     pictures = [encoded(7, 1).embeddings, encoded(4, 2).embeddings]
 
     def run(chunk: int, begins: range):

@@ -83,17 +83,19 @@ class Trajectory(NamedTuple):
 
 
 def begin(model: Model, tokens: int, temperature: float) -> Snapshot:
-    """Empty requests with room for so many tokens, every one with a seed and a pending token of its own."""
+    """Empty requests with room for so many tokens, every one with a seed and a pending token of its own.
+
+    Bound to a device, as what steps return is: what is not would compile every step twice.
+    """
     settings = model.settings
     state = create_sequential_state(settings, BATCH, tokens)
     ring = create_ring(settings, settings.text.num_nextn_predict_layers, BATCH)
-    ring, sampler = jax.device_put((ring, create_sampler(BATCH)), jax.local_devices()[0])
-    sampler = sampler.replace(
+    sampler = create_sampler(BATCH).replace(
         pending=jnp.asarray(random_tokens(4, BATCH)),
         seed=jnp.arange(BATCH, dtype=jnp.uint32),
         temperature=jnp.full((BATCH,), temperature, jnp.float32),
     )
-    return Snapshot(state, ring, sampler)
+    return jax.device_put(Snapshot(state, ring, sampler), jax.local_devices()[0])
 
 
 def decode_on(run: Trajectory, steps: int) -> Trajectory:

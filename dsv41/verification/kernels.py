@@ -81,8 +81,9 @@ def compare_back_ends(
         return after
 
     # Decode first: its programs compile soonest.
-    progress("compiling decode")
-    _compile(model, variables, native, state, ids[:, :1], 1)
+    if extent.steps:
+        progress("compiling decode")
+        _compile(model, variables, native, state, ids[:, :1], 1)
     stepped = state
     for step in range(extent.steps):
         stepped = compare(f"decode step {step}", stepped, ids[:, step : step + 1], 1)

@@ -34,7 +34,9 @@ def _packed(fmt: Format, shape: tuple[int, ...], width: int) -> Packed:
     return jax.eval_shape(lambda: fmt.zeros(shape, width))
 
 
-def _attention(batch: int, queries: int, *, fmt: Format = FP4_E4M3, rotated: bool = False, pool: bool = True):
+def _attention(
+    batch: int, queries: int, *, fmt: Format = FP4_E4M3, rotated: bool = False, pool: bool = True, part: bool = False
+):
     rows = _WINDOW + queries
     arrays = {
         "queries": _Array((batch, queries, 64, _WIDTH), _BF16),
@@ -47,7 +49,7 @@ def _attention(batch: int, queries: int, *, fmt: Format = FP4_E4M3, rotated: boo
         "rotation": _Array((batch,), _I32) if rotated else None,
     }
     static = {"local_fmt": FP8_E8M0, "pool_fmt": fmt, "window": _WINDOW, "scale": _WIDTH**-0.5}
-    return arrays, static | {"probability_dtype": jnp.dtype(_BF16)}
+    return arrays, static | {"probability_dtype": jnp.dtype(_BF16), "return_partial": part}
 
 
 def _memory(batch: int, group: int, fmt: Format = FP4_E4M3):
@@ -141,6 +143,7 @@ CASES: dict[str, tuple[str, Callable[[], tuple[dict, dict]]]] = {
         "sparse_attention",
         functools.partial(_attention, 1, 1024, fmt=DenseFormat("bfloat16")),
     ),
+    "attention, part of a context": ("sparse_attention", functools.partial(_attention, 64, 1, rotated=True, part=True)),
     "append, decode": ("paged_append", functools.partial(_memory, 64, 2)),
     "append, prefill": ("paged_append", functools.partial(_memory, 1, 256)),
     "gather": ("paged_gather", functools.partial(_gathered, 64, 512)),
@@ -185,13 +188,22 @@ def compile_for(chip: str, operation: str, arrays: dict, static: dict, donate: s
         return run.trace(**arrays).lower(lowering_platforms=("tpu",)).compile()
 
 
-# What takes longest to compile, and the chip that it is compiled for unless every one is asked for (--every-chip).
+# What takes seconds to compile, and the chip that it is compiled for unless every one is asked for (--every-chip):
+# every operation that is named here is compiled for each chip in one of its cases, or in a quicker one.
 LONG = {
-    "reselect, prefill": "v6e",
-    "reselect, draft": "tpu7x",
-    "select, prefill": "v5p",
-    "select, draft": "tpu7x",
+    "attention, prefill": "v6e",
+    "attention, decode": "v5p",
+    "attention, draft": "tpu7x",
+    "attention, bfloat16 pool": "v5p",
+    "attention, part of a context": "v6e",
+    "append, decode": "v6e",
+    "experts, one row": "tpu7x",
     "experts, prefill": "v6e",
+    "select, draft": "tpu7x",
+    "select, prefill": "v5p",
+    "reselect, draft": "tpu7x",
+    "reselect, prefill": "v6e",
+    "linear, decode": "tpu7x",
     "linear, prefill": "v5p",
 }
 

@@ -70,12 +70,13 @@ def paged(
 ) -> tuple[Packed, jax.Array]:
     """A pool that holds the first ``lengths`` of ``values`` ``[batch, capacity, width]``, and its page table.
 
-    Pages are shuffled; everything that no request uses is poisoned, and the table's unused slots are stray.
+    Pages are shuffled; everything that no request uses is poisoned, and the table's unused slots are stray. The pool's
+    size does not depend on the lengths, so that cases of other lengths need no other programs.
     """
     batch, capacity, width = values.shape
     table_pages = -(-capacity // page_entries)
     used = [-(-length // page_entries) for length in lengths]
-    order = rng.permutation(sum(used) + spare)
+    order = rng.permutation(batch * table_pages + spare)
     table = np.resize(np.array(STRAY_PAGES, np.int32), (batch, table_pages))
     first = 0
     for b, count in enumerate(used):
