@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend
 from pallas_kernels.formats import Format, Packed
+from pallas_kernels.sparse_attention.partial import Partial
 
 
 def sparse_attention(
@@ -24,7 +25,8 @@ def sparse_attention(
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
-) -> jax.Array:
+    return_partial: bool = False,
+) -> jax.Array | Partial:
     """Attention of each query to its window and to its chosen entries; an entry is key and value at once.
 
     out = Σ_i p_i e_i / (Σ_i p_i + exp(sink − m)), p_i = exp(scale · q · e_i − m), in float32; the p of the numerator
@@ -43,14 +45,16 @@ def sparse_attention(
       indices: ``[batch, query, chosen]`` int32 entries of the request, −1 = nothing; None without a pool.
       sink: ``[heads]`` float32, finite: a logit that joins the denominator only.
       rotation: int32 ``[batch]``, the column of ``local`` that holds the earliest entry; the others follow it
-        around the end. None: column 0. Sums over columns round as the columns lie: an entry that keeps its column
-        over several calls adds up to the same bits in all of them.
+        around the end. None: column 0. Sums go over the columns as they lie or over the entries by age: either way
+        a query rounds alike wherever in a call it stands, if entries keep their columns over the calls.
       window: entries of the window (static).
       scale: factor of the logits (static).
       probability_dtype: bfloat16 or float32 (static).
+      return_partial: give the sums without division and sink, which is not read, so that results over shards of the
+        context merge (:func:`pallas_kernels.sparse_attention.merge_partials`); static.
 
     Returns:
-      ``[batch, query, heads, head_dim]`` in the queries' dtype.
+      ``[batch, query, heads, head_dim]`` in the queries' dtype; a :class:`Partial` if that was asked for.
 
     Raises:
       ValueError: the local entries are not ``window + query``, or only some of pool, table and indices are given.
@@ -75,4 +79,5 @@ def sparse_attention(
         window=window,
         scale=scale,
         probability_dtype=probability_dtype,
+        return_partial=return_partial,
     )

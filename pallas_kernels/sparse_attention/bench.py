@@ -19,7 +19,12 @@ _SAMPLES = 4
 
 def cases() -> list[Case]:
     prefill_note = "target: 300 TFLOP/s at 1024 queries and more; next: fewer instructions a value unpacked"
-    decode_note = "target: 60 % of the floor; a block waits for one query's tiles in turn, next: lists cut over blocks"
+    decode_note = (
+        "target: 60 % of the floor; one block has one query, whose tiles pass through two slots. Unpacking and handing "
+        "on a tile take longer than its products; next: one arrival a warp at the barriers, rows listed in the kernel"
+    )
+    split_note = "a query's tiles are cut among eight blocks; next: merge their sums in the kernel, not in two launches"
+    window_note = "two tiles: nearly all of it is a block's beginning and end"
     return [
         _case("prefill, 1 × 4096 queries, 65536 entries", 1, 4096, 65536, note=prefill_note),
         _case("prefill, 1 × 1024 queries, 65536 entries", 1, 1024, 65536, note=prefill_note),
@@ -27,7 +32,8 @@ def cases() -> list[Case]:
         _case("prefill, 1 × 1024 queries, bfloat16 entries", 1, 1024, 65536, formats=(_BF16, _BF16)),
         _case("decode, 128 × 1 queries", 128, 1, 1024, rotated=True, note=decode_note),
         _case("decode, 64 × 4 queries", 64, 4, 1024, rotated=True, note=decode_note),
-        _case("decode, 128 × 1 queries, window only", 128, 1, 0, rotated=True),
+        _case("decode, 16 × 1 queries", 16, 1, 1024, rotated=True, note=split_note),
+        _case("decode, 128 × 1 queries, window only", 128, 1, 0, rotated=True, note=window_note),
     ]
 
 

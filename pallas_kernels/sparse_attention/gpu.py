@@ -12,6 +12,10 @@ from pallas_kernels.backend import interpreted
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.sparse_attention import gpu_mosaic, gpu_triton, xla
 from pallas_kernels.sparse_attention.gpu_rows import pool_source, window_source
+from pallas_kernels.sparse_attention.partial import Partial, join_partials, merge_partials
+
+# Of an H200; other Hopper cards have some less, and then some blocks wait.
+_PROCESSORS = 132
 
 
 def unsupported(
@@ -29,24 +33,24 @@ def unsupported(
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
+    return_partial: bool = False,
 ) -> str | None:
     """Why no kernel can run these arguments; None if one can."""
     arrays = (queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation)
-    reason = _not_for_mosaic(queries, local, local_fmt, pool, pool_fmt, indices, rotation, window, probability_dtype)
+    reason = _not_for_mosaic(queries, local_fmt, pool, pool_fmt, indices, window, probability_dtype)
     if reason is None:
         return None
-    other = gpu_triton.unsupported(*arrays, window=window, scale=scale, probability_dtype=probability_dtype)
+    options = {"window": window, "scale": scale, "probability_dtype": probability_dtype}
+    other = gpu_triton.unsupported(*arrays, **options, return_partial=return_partial)
     return None if other is None else f"{reason}; {other}"
 
 
 def _not_for_mosaic(
     queries: jax.Array,
-    local: Packed,
     local_fmt: Format,
     pool: Packed | None,
     pool_fmt: Format,
     indices: jax.Array | None,
-    rotation: jax.Array | None,
     window: int,
     probability_dtype: jnp.dtype,
 ) -> str | None:
@@ -61,8 +65,7 @@ def _not_for_mosaic(
         return f"{heads} heads are more than {gpu_mosaic.HEADS}"
     if width != gpu_mosaic.WIDTH:
         return f"head_dim {width} is not {gpu_mosaic.WIDTH}"
-    listed = window if rotation is None else local.payload.shape[1]
-    tiles = pl.cdiv(listed, gpu_mosaic.TILE_ROWS)
+    tiles = pl.cdiv(window, gpu_mosaic.TILE_ROWS)
     tiles += 0 if pool is None else pl.cdiv(indices.shape[-1], gpu_mosaic.TILE_ROWS)
     if tiles > gpu_mosaic.MOST_TILES:
         return f"{tiles} tiles of entries are more than {gpu_mosaic.MOST_TILES}"
@@ -87,13 +90,12 @@ def sparse_attention(
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
-) -> jax.Array:
+    return_partial: bool = False,
+) -> jax.Array | Partial:
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
     static = {"window": window, "scale": scale, "probability_dtype": jnp.dtype(probability_dtype)}
-    if (
-        _not_for_mosaic(queries, local, local_fmt, pool, pool_fmt, indices, rotation, window, probability_dtype)
-        is not None
-    ):
+    static["return_partial"] = return_partial
+    if _not_for_mosaic(queries, local_fmt, pool, pool_fmt, indices, window, probability_dtype) is not None:
         return gpu_triton.sparse_attention(
             queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation, **static
         )
@@ -115,7 +117,7 @@ def _attend(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None,
-) -> jax.Array:
+) -> jax.Array | Partial:
     options = dict(static)
     tile = gpu_mosaic.TILE_ROWS
     seen = window_source(local, local_fmt, local_valid, rotation, options["window"], queries.dtype, tile).seen
@@ -125,8 +127,18 @@ def _attend(
         seen = pool_source(pool, pool_fmt, page_table, indices, queries.dtype, tile).seen
         far = gpu_mosaic.Entries(_rows(pool), seen)
     flat = queries.reshape(-1, *queries.shape[2:])
-    out, _ = gpu_mosaic.forward(flat, near, local_fmt, far, pool_fmt, sink, scale=options["scale"])
-    return out.reshape(queries.shape)
+    forward = functools.partial(gpu_mosaic.forward, flat, near, local_fmt, far, pool_fmt, scale=options["scale"])
+    parts = _parts(flat.shape[0], sum(pl.cdiv(source.seen.shape[1], tile) for source in (near, far) if source))
+    if parts > 1 or options["return_partial"]:
+        sums = forward(None, parts=parts)
+        sums = Partial(*(leaf.reshape(parts, *queries.shape[:2], *leaf.shape[2:]) for leaf in sums))
+        return join_partials(sums) if options["return_partial"] else merge_partials(sums, sink, queries.dtype)
+    return forward(sink).reshape(queries.shape)
+
+
+def _parts(tokens: int, tiles: int) -> int:
+    """Blocks among which a query's tiles are dealt out: as many as find an idle processor."""
+    return min(tiles, max(_PROCESSORS // tokens, 1))
 
 
 def _rows(packed: Packed) -> Packed:

@@ -1,7 +1,7 @@
 """Gradients of the sparse attention over float entries (Pallas-Triton), probabilities recomputed.
 
 With p the normalised probabilities and δ = Σ out · dout of a query and head: dS = p (dout · e − δ) · scale,
-dq = Σ dS e, de = Σ dS q + p dout, dsink = −Σ p_sink δ. Two kernels, each of which recomputes p and dS: together, dq and
+dq = Σ dS e, de = Σ dS q + p dout. Two kernels, each of which recomputes p and dS: together, dq and
 de would not fit a block's registers, and cost half as much again. The entries' gradients are sums over all queries that
 see them; programs add them up with atomics in float32, so that their order, and with it the last bits, differ between
 runs.
@@ -31,29 +31,26 @@ _ENTRY_WARPS, _ENTRY_COLUMNS = 4, 128
 def backward(
     queries: jax.Array,
     sources: tuple[Source, ...],
-    sink: jax.Array,
-    out: jax.Array,
     log_sum: jax.Array,
+    delta: jax.Array,
     cotangent: jax.Array,
     *,
     scale: float,
     interpret: bool,
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Derivatives of :func:`pallas_kernels.sparse_attention.gpu_triton.forward`.
 
     Args:
-      queries, sources, sink: its arguments.
-      out: its first result ``[tokens, heads, head_dim]``.
-      log_sum: its second result ``[tokens, heads]`` float32.
-      cotangent: of ``out``.
+      queries, sources: its arguments.
+      log_sum: ``[tokens, heads]`` float32, finite, the p are exp(logit − log_sum).
+      delta: δ, as ``log_sum``.
+      cotangent: of the output ``[tokens, heads, head_dim]``.
 
     Returns:
-      gradients of the queries, of the entries of each source, and of the sink, in the dtypes of what they belong to.
+      gradients of the queries and of the entries of each source, in the dtypes of what they belong to.
     """
     tokens, heads = queries.shape[:2]
     sizes = blocks(heads, queries.dtype)
-    delta = jnp.sum(out.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)
-    d_sink = -jnp.sum(jnp.exp(sink - log_sum) * delta, axis=0)
     arrays = (queries, cotangent.astype(queries.dtype), log_sum, delta, *(leaf for s in sources for leaf in s))
     call = functools.partial(pl.pallas_call, grid=(tokens, -(-heads // sizes.heads)), interpret=interpret)
     static = {"heads": sizes.heads, "scale": scale, "count": len(sources)}
@@ -73,7 +70,7 @@ def backward(
         name="sparse_attention_backward_entries",
     )(*arrays, *sums)
     d_entries = tuple(d.astype(source.entries.dtype) for d, source in zip(d_entries, sources, strict=True))
-    return d_queries, d_entries, d_sink.astype(sink.dtype)
+    return d_queries, d_entries
 
 
 class _Block:

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import FP4_E4M3, FP8_E8M0, DenseFormat, Format, Packed
 from pallas_kernels.gpu.unpack import GROUPS, TILE_ROWS, TRANSFORMS, WIDTH, copy_rows, fetch_rows, unpack_rows
-from pallas_kernels.sparse_attention.xla import SINK_MARGIN
+from pallas_kernels.sparse_attention.partial import SINK_MARGIN, Partial, finite_top
 
 HEADS = 64  # rows of a matrix instruction
 BF16 = DenseFormat("bfloat16")
@@ -69,26 +69,27 @@ def forward(
     window_fmt: Format,
     pool: Entries | None,
     pool_fmt: Format,
-    sink: jax.Array,
+    sink: jax.Array | None,
     *,
     scale: float,
-) -> tuple[jax.Array, jax.Array]:
+    parts: int = 1,
+) -> jax.Array | Partial:
     """Attention of single queries to listed rows; probabilities are rounded to bfloat16 for the value product.
 
     Args:
       queries: ``[tokens, heads, 512]`` bfloat16, at most 64 heads.
       window, pool: entries of 512 values; pool is None in a window-only layer.
       window_fmt, pool_fmt: their formats, of :data:`FORMATS` (static).
-      sink: ``[heads]`` float32.
+      sink: ``[heads]`` float32; None asks for partial results.
       scale: factor of the logits (static).
+      parts: blocks that share a query's tiles, only for partial results (static).
 
     Returns:
-      The output ``[tokens, heads, 512]`` bfloat16, and the logarithm of the denominator, sink included, float32
-      ``[tokens, heads]``.
+      The output ``[tokens, heads, 512]`` bfloat16; without a sink the sums, leaves ``[parts, tokens, heads, ...]``.
     """
     tokens, heads, _ = queries.shape
     queries = jnp.pad(queries, ((0, 0), (0, HEADS - heads), (0, 0)))
-    sink = jnp.pad(sink.astype(jnp.float32), (0, HEADS - heads))
+    sinks = [] if sink is None else [jnp.pad(sink.astype(jnp.float32), (0, HEADS - heads))]
 
     lists = [_tiled(entries.seen) for entries in (window, pool) if entries is not None]
     sources = [_Tiles(window_fmt, 0, lists[0].shape[1])]
@@ -102,14 +103,22 @@ def forward(
         counts = jnp.max(used, axis=1)
     leaves = [leaf for source in (window, pool) if source is not None for leaf in source.packed if leaf is not None]
 
+    out_type = jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16)
+    if sink is None:
+        sums = jax.ShapeDtypeStruct((parts, tokens, HEADS), jnp.float32)
+        out_type = Partial(jax.ShapeDtypeStruct((parts, *queries.shape), jnp.float32), sums, sums)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, sources=tuple(sources), counted=counts is not None, scale=scale),
-        out_type=(
-            jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16),
-            jax.ShapeDtypeStruct((tokens, HEADS), jnp.float32),
+        functools.partial(
+            _kernel,
+            sources=tuple(sources),
+            counted=counts is not None,
+            scale=scale,
+            parts=parts,
+            return_partial=sink is None,
         ),
-        grid=(tokens,),
-        grid_names=("token",),
+        out_type=out_type,
+        grid=(tokens, parts),
+        grid_names=("token", "part"),
         num_threads=3 + _PRODUCERS,
         thread_name="warpgroup",
         scratch_types={
@@ -118,8 +127,7 @@ def forward(
             "p": plgpu.SMEM((_STAGES, HEADS, TILE_ROWS), jnp.bfloat16, transforms=TRANSFORMS),
             "shrink": plgpu.SMEM((_STAGES, HEADS), jnp.float32),
             "seen": plgpu.SMEM(seen.shape[1:], jnp.int32),
-            "inverse": plgpu.SMEM((HEADS,), jnp.float32),
-            "log_sum": plgpu.SMEM((HEADS,), jnp.float32),
+            "sums": plgpu.SMEM((2, HEADS), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=3),
             "full": plgpu.Barrier(num_arrivals=_PRODUCERS, num_barriers=_STAGES),
             "weighted": plgpu.Barrier(num_barriers=_STAGES),
@@ -128,8 +136,8 @@ def forward(
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    out, log_sum = kernel(queries, seen, sink, *leaves, *([] if counts is None else [counts]))
-    return out[:, :heads], log_sum[:, :heads]
+    result = kernel(queries, seen, *sinks, *leaves, *([] if counts is None else [counts]))
+    return result[:, :heads] if sink is not None else Partial(*(leaf[:, :, :heads] for leaf in result))
 
 
 def _tiled(seen: jax.Array) -> jax.Array:
@@ -141,15 +149,13 @@ def _tiled(seen: jax.Array) -> jax.Array:
 def _kernel(
     q_ref,
     seen_ref,
-    sink_ref,
     *refs,
     q,
     tiles,
     p,
     shrink,
     seen,
-    inverse,
-    log_sum,
+    sums,
     loaded,
     full,
     weighted,
@@ -158,11 +164,20 @@ def _kernel(
     sources,
     counted,
     scale,
+    parts,
+    return_partial,
 ) -> None:
-    *leaves, out_ref, log_sum_ref = refs
-    warpgroup, token = lax.axis_index("warpgroup"), lax.axis_index("token")
+    if return_partial:
+        *leaves, out_ref, top_ref, total_ref = refs
+    else:
+        sink_ref, *leaves, out_ref = refs
+    warpgroup, token, part = lax.axis_index("warpgroup"), lax.axis_index("token"), lax.axis_index("part")
     half = WIDTH // 2
-    count = leaves.pop()[token] if counted else sources[-1].first + sources[-1].count
+    stop = leaves.pop()[token] if counted else sources[-1].first + sources[-1].count
+    start = jnp.int32(0)
+    if parts > 1:  # shares differ by a tile at most
+        start, stop = (stop * part) // parts, (stop * (part + 1)) // parts
+    count = stop - start
     by_head, by_entry = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @pl.when(warpgroup == 0)
@@ -175,7 +190,6 @@ def _kernel(
 
     def _logits():
         plgpu.set_max_registers(_LOGIT_REGISTERS, action="decrease")
-        sink = plgpu.load(sink_ref, layout=by_head, optimized=False) * _LOG2_E
 
         def tile(t, carry):
             top, total = carry
@@ -188,27 +202,34 @@ def _kernel(
                 return acc[...]
 
             logits = pl.run_scoped(products, plgpu.ACC((HEADS, TILE_ROWS), jnp.float32))
-            there = plgpu.load(seen.at[t], layout=by_entry, optimized=False)
+            there = plgpu.load(seen.at[start + t], layout=by_entry, optimized=False)
             there = lax.broadcast_in_dim(there, logits.shape, [1])
             logits = jnp.where(there >= 0, logits * (scale * _LOG2_E), -jnp.inf)
             new_top = jnp.maximum(top, logits.max(axis=1))
-            less = jnp.exp2(top - new_top)
-            weights = jnp.exp2(logits - lax.broadcast_in_dim(new_top, logits.shape, [0]))
+            subtracted = finite_top(new_top) if return_partial else new_top
+            less = jnp.exp2(top - subtracted)
+            weights = jnp.exp2(logits - lax.broadcast_in_dim(subtracted, logits.shape, [0]))
             p[slot] = weights.astype(jnp.bfloat16)
             shrink[slot] = less
             plgpu.commit_smem()
             plgpu.barrier_arrive(weighted.at[slot])
             return new_top, total * less + weights.sum(axis=1)
 
-        carry = (sink - SINK_MARGIN * _LOG2_E, plgpu.layout_cast(jnp.zeros(HEADS, jnp.float32), by_head))
-        top, total = lax.fori_loop(0, count, tile, carry)
-        total += jnp.exp2(sink - top)
-        inverse[...] = 1 / total
-        log_sum[...] = (top + jnp.log2(total)) * (1 / _LOG2_E)
-        plgpu.commit_smem()
+        def by_head_full(value: float) -> jax.Array:
+            return plgpu.layout_cast(jnp.full(HEADS, value, jnp.float32), by_head)
+
+        if return_partial:
+            top, total = lax.fori_loop(0, count, tile, (by_head_full(-jnp.inf), by_head_full(0)))
+            sums[0], sums[1] = top * (1 / _LOG2_E), total
+            plgpu.commit_smem()
+            for i, ref in enumerate((top_ref, total_ref)):
+                plgpu.copy_smem_to_gmem(sums.at[i], ref.at[part, token])
+            plgpu.wait_smem_to_gmem(0)
+            return
+        sink = plgpu.load(sink_ref, layout=by_head, optimized=False) * _LOG2_E
+        top, total = lax.fori_loop(0, count, tile, (sink - SINK_MARGIN * _LOG2_E, by_head_full(0)))
+        sums[0] = 1 / (total + jnp.exp2(sink - top))
         plgpu.barrier_arrive(summed)
-        plgpu.copy_smem_to_gmem(log_sum, log_sum_ref.at[token])
-        plgpu.wait_smem_to_gmem(0)
 
     def _values():
         plgpu.set_max_registers(_VALUE_REGISTERS, action="increase")
@@ -220,32 +241,36 @@ def _kernel(
             # The logits' warpgroup waited for the tile, but its waiting makes nothing visible here.
             plgpu.barrier_wait(full.at[slot])
             less = plgpu.load(shrink.at[slot], layout=by_head, optimized=False)
-            out = tuple(part * lax.broadcast_in_dim(less, part.shape, [0]) for part in out)
+            out = tuple(sum_ * lax.broadcast_in_dim(less, sum_.shape, [0]) for sum_ in out)
 
             def values(accs):
                 for i, acc in enumerate(accs):
                     columns = pl.ds(mine * half + i * _COLUMNS, _COLUMNS)
                     plgpu.wgmma(acc, p.at[slot], tiles.at[slot, :, columns])
 
-            out = pl.run_state(values)(tuple(plgpu.ACC.init(part) for part in out))
+            out = pl.run_state(values)(tuple(plgpu.ACC.init(sum_) for sum_ in out))
             plgpu.barrier_arrive(empty.at[slot])
             return out
 
         zeros = plgpu.layout_cast(jnp.zeros((HEADS, _COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
         out = (zeros,) * (half // _COLUMNS)
         out = lax.fori_loop(0, count, tile, out)
+        if return_partial:
+            for i, sum_ in enumerate(out):
+                out_ref[part, token, :, pl.ds(mine * half + i * _COLUMNS, _COLUMNS)] = sum_
+            return
         plgpu.barrier_wait(summed)
-        factor = plgpu.load(inverse, layout=by_head, optimized=False)
+        factor = plgpu.load(sums.at[0], layout=by_head, optimized=False)
         # All products with the queries are done: the output takes their place.
-        for i, part in enumerate(out):
-            part = (part * lax.broadcast_in_dim(factor, part.shape, [0])).astype(jnp.bfloat16)
-            q[mine, :, pl.ds(i * _COLUMNS, _COLUMNS)] = part
+        for i, sum_ in enumerate(out):
+            columns = (sum_ * lax.broadcast_in_dim(factor, sum_.shape, [0])).astype(jnp.bfloat16)
+            q[mine, :, pl.ds(i * _COLUMNS, _COLUMNS)] = columns
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q.at[mine], out_ref.at[token, :, pl.ds(mine * half, half)])
         plgpu.wait_smem_to_gmem(0)
 
     def produce(producer: int):
-        _produce(producer, leaves, sources, count, seen, tiles, full, empty)
+        _produce(producer, leaves, sources, start, stop, seen, tiles, full, empty)
 
     def producers():
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
@@ -258,16 +283,16 @@ def _kernel(
     lax.cond((warpgroup == 1) | (warpgroup == 2), _values, lambda: lax.cond(warpgroup == 0, _logits, producers))
 
 
-def _produce(producer: int, leaves, sources, count, seen, tiles, full, empty) -> None:
-    """Fills tiles; each producer its share of their rows."""
+def _produce(producer: int, leaves, sources, start, stop, seen, tiles, full, empty) -> None:
+    """Fills tiles from ``start`` to ``stop``; each producer its share of their rows."""
     share = GROUPS // _PRODUCERS
     mine = range(producer * share, (producer + 1) * share)
 
     def fill(fmt: Format, packed_refs, t, _):
-        slot = lax.rem(t, jnp.int32(_STAGES))
+        slot = lax.rem(t - start, jnp.int32(_STAGES))
 
         def wait():
-            @pl.when(t >= _STAGES)
+            @pl.when(t - start >= _STAGES)
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
@@ -289,5 +314,5 @@ def _produce(producer: int, leaves, sources, count, seen, tiles, full, empty) ->
     for source in sources:
         refs = leaves[first : first + (1 if source.fmt == BF16 else 2)]
         first += len(refs)
-        stop = jnp.minimum(source.first + source.count, count)
-        lax.fori_loop(source.first, stop, functools.partial(fill, source.fmt, refs), None)
+        begin, end = jnp.maximum(source.first, start), jnp.minimum(source.first + source.count, stop)
+        lax.fori_loop(begin, end, functools.partial(fill, source.fmt, refs), None)

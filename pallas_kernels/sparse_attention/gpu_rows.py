@@ -33,18 +33,15 @@ def window_source(
 ) -> Source:
     """The window of every query; arguments as in :func:`pallas_kernels.sparse_attention.sparse_attention`.
 
-    With a rotation all columns are listed, in the order in which they lie, so that an entry that keeps its column
-    keeps its place in the sums; without one only the window's.
+    A list goes from the oldest entry to the query's own, so that the order of its sums is the same wherever the query
+    stands in a call, and wherever a rotation has put the entries.
     """
     batch, columns = valid.shape
-    query = jnp.arange(columns - window, dtype=jnp.int32)[:, None]
-    if rotation is None:
-        column = jnp.broadcast_to(query + 1 + jnp.arange(window, dtype=jnp.int32), (batch, columns - window, window))
-        seen = jnp.take_along_axis(valid[:, None], column, axis=2)
-    else:
-        column = jnp.arange(columns, dtype=jnp.int32)
-        ahead = ((column - rotation[:, None]) % columns)[:, None] - query
-        seen = (ahead > 0) & (ahead <= window) & valid[:, None]
+    oldest = jnp.arange(1, columns - window + 1, dtype=jnp.int32)[:, None]
+    if rotation is not None:
+        oldest = oldest + rotation[:, None, None]
+    column = jnp.broadcast_to(oldest + jnp.arange(window, dtype=jnp.int32), (batch, columns - window, window)) % columns
+    seen = jnp.take_along_axis(valid[:, None], column, axis=2)
     rows = jnp.where(seen, column + columns * jnp.arange(batch, dtype=jnp.int32)[:, None, None], -1)
     entries = fmt.decode(local, dtype)
     return _source(entries, rows, tile)

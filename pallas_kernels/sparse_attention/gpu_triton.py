@@ -22,7 +22,7 @@ from pallas_kernels.products import operand_dtype
 from pallas_kernels.sparse_attention import gpu_backward
 from pallas_kernels.sparse_attention.gpu_rows import Source, pool_source, window_source
 from pallas_kernels.sparse_attention.gpu_shapes import Blocks, blocks, dot, load_entries
-from pallas_kernels.sparse_attention.xla import SINK_MARGIN
+from pallas_kernels.sparse_attention.partial import SINK_MARGIN, Partial, finite_top
 
 
 def unsupported(
@@ -40,9 +40,10 @@ def unsupported(
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
+    return_partial: bool = False,
 ) -> str | None:
     """Why the kernel cannot run these arguments; None if it can."""
-    del local_valid, page_table, indices, sink, rotation, window, scale
+    del local_valid, page_table, indices, sink, rotation, window, scale, return_partial
     if pool is not None and not isinstance(pool_fmt, DenseFormat):
         return f"the pool is packed ({pool_fmt.element})"
     width = queries.shape[-1]
@@ -80,7 +81,8 @@ def sparse_attention(
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
-) -> jax.Array:
+    return_partial: bool = False,
+) -> jax.Array | Partial:
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`; differentiable in queries, floats and sink."""
     batch, total, heads, width = queries.shape
     dtype = _operands(queries, local_fmt, pool, pool_fmt)
@@ -89,8 +91,10 @@ def sparse_attention(
     if pool is not None:
         sources.append(pool_source(pool, pool_fmt, page_table, indices, dtype, tile))
     flat = queries.reshape(batch * total, heads, width).astype(dtype)
-    out = _attend(_Static(scale, jnp.dtype(probability_dtype).name, interpreted()), flat, tuple(sources), sink)
-    return out.reshape(queries.shape).astype(queries.dtype)
+    static = _Static(scale, jnp.dtype(probability_dtype).name, interpreted())
+    if return_partial:
+        return Partial(*(leaf.reshape(batch, total, *leaf.shape[1:]) for leaf in _part(static, flat, tuple(sources))))
+    return _attend(static, flat, tuple(sources), sink).reshape(queries.shape).astype(queries.dtype)
 
 
 class _Static(NamedTuple):
@@ -103,87 +107,124 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: _Static, queries: jax.Array, sources: tuple[Source, ...], sink: jax.Array) -> jax.Array:
-    return forward(queries, sources, sink, **static._asdict())[0]
+    return _attend_forward(static, queries, sources, sink)[0]
 
 
 def _attend_forward(static, queries, sources, sink):
-    out, log_sum = forward(queries, sources, sink, **static._asdict())
-    return out, (queries, sources, sink, out, log_sum)
+    out, top, total = forward(queries, sources, sink, **static._asdict())
+    return out, (queries, sources, sink, out, top + jnp.log(total))
 
 
 def _attend_backward(static, saved, cotangent):
-    d_queries, d_entries, d_sink = gpu_backward.backward(
-        *saved, cotangent, scale=static.scale, interpret=static.interpret
-    )
-    # Row numbers have no derivative.
-    return d_queries, tuple(Source(d, None) for d in d_entries), d_sink
+    queries, sources, sink, out, log_sum = saved
+    delta = jnp.sum(out.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)
+    d_sink = -jnp.sum(jnp.exp(sink - log_sum) * delta, axis=0)
+    return *_backward(static, queries, sources, log_sum, delta, cotangent), d_sink.astype(sink.dtype)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _part(static: _Static, queries: jax.Array, sources: tuple[Source, ...]) -> Partial:
+    return _part_forward(static, queries, sources)[0]
+
+
+def _part_forward(static, queries, sources):
+    part = forward(queries, sources, None, **static._asdict())
+    return part, (queries, sources, part.top)
+
+
+def _part_backward(static, saved, cotangent):
+    queries, sources, top = saved
+    # Without the division p is exp(logit − top), and what a logit adds to ``total`` adds to dS.
+    return _backward(static, queries, sources, finite_top(top), -cotangent.total, cotangent.out)
+
+
+_part.defvjp(_part_forward, _part_backward)
+
+
+def _backward(static: _Static, queries, sources, log_sum, delta, cotangent):
+    d_queries, d_entries = gpu_backward.backward(
+        queries, sources, log_sum, delta, cotangent, scale=static.scale, interpret=static.interpret
+    )
+    # Row numbers have no derivative.
+    return d_queries, tuple(Source(d, None) for d in d_entries)
+
+
 def forward(
     queries: jax.Array,
     sources: tuple[Source, ...],
-    sink: jax.Array,
+    sink: jax.Array | None,
     *,
     scale: float,
     probability_dtype: str,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> Partial:
     """Attention of single queries to listed rows.
 
     Args:
       queries: ``[tokens, heads, head_dim]`` bfloat16 or float32.
       sources: entries in the queries' dtype; the lists are whole numbers of tiles long.
-      sink: ``[heads]`` float32.
+      sink: ``[heads]`` float32; None: no sink and no division.
 
     Returns:
-      The output ``[tokens, heads, head_dim]`` in the queries' dtype, and the logarithm of the denominator, sink
-      included, float32 ``[tokens, heads]``.
+      Leaves ``[tokens, heads, ...]``. With a sink, ``out`` is divided and in the queries' dtype, and ``total`` has the
+      sink's term.
     """
     tokens, heads, width = queries.shape
     sizes = blocks(heads, queries.dtype)
     kernel = functools.partial(_kernel, sizes=sizes, scale=scale, probability_dtype=probability_dtype)
-    return pl.pallas_call(
+    out_dtype, before = (jnp.float32, ()) if sink is None else (queries.dtype, (sink.astype(jnp.float32),))
+    out, top, total = pl.pallas_call(
         kernel,
         grid=(tokens, -(-heads // sizes.heads)),
         out_shape=(
-            jax.ShapeDtypeStruct((tokens, heads, width), queries.dtype),
+            jax.ShapeDtypeStruct((tokens, heads, width), out_dtype),
+            jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
             jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=2),
         interpret=interpret,
         name="sparse_attention_forward",
-    )(queries, sink.astype(jnp.float32), *(leaf for source in sources for leaf in source))
+    )(queries, *before, *(leaf for source in sources for leaf in source))
+    return Partial(out, top, total)
 
 
-def _kernel(queries_ref, sink_ref, *refs, sizes: Blocks, scale: float, probability_dtype: str) -> None:
-    *sources, out_ref, log_sum_ref = refs
+def _kernel(queries_ref, *refs, sizes: Blocks, scale: float, probability_dtype: str) -> None:
+    *sources, out_ref, top_ref, total_ref = refs
+    sink_ref = sources.pop(0) if len(sources) % 2 else None
     token = pl.program_id(0)
     head = pl.program_id(1) * sizes.heads + jnp.arange(sizes.heads)
     column = jnp.arange(queries_ref.shape[-1])
     present = head < queries_ref.shape[1]
     at = (token, head[:, None], column[None, :])
     queries = plgpu.load(queries_ref.at[at], mask=present[:, None], other=0)
-    sink = plgpu.load(sink_ref.at[head], mask=present, other=0)
 
     def tile(entries_ref, seen_ref, i, carry):
         top, total, out = carry
         entries, seen = load_entries(entries_ref, seen_ref, token, i, sizes.tile)
         logits = jnp.where(seen[None, :], dot(queries, entries.T) * scale, -jnp.inf)
         new_top = jnp.maximum(top, logits.max(axis=1))
-        p = jnp.exp(logits - new_top[:, None])
-        shrink = jnp.exp(top - new_top)
+        subtracted = new_top if sink_ref is not None else finite_top(new_top)
+        p = jnp.exp(logits - subtracted[:, None])
+        shrink = jnp.exp(top - subtracted)
         out = out * shrink[:, None] + dot(p.astype(probability_dtype).astype(entries.dtype), entries)
         return new_top, total * shrink + p.sum(axis=1), out
 
-    # The sink's own term joins first, at a maximum that keeps it finite.
-    top = sink - SINK_MARGIN
-    carry = (top, jnp.exp(sink - top), jnp.zeros((sizes.heads, column.shape[0]), jnp.float32))
+    if sink_ref is None:
+        top, total = jnp.full(sizes.heads, -jnp.inf), jnp.zeros(sizes.heads)
+    else:  # the sink's own term joins first, at a maximum that keeps it finite
+        sink = plgpu.load(sink_ref.at[head], mask=present, other=0)
+        top = sink - SINK_MARGIN
+        total = jnp.exp(sink - top)
+    carry = (top, total, jnp.zeros((sizes.heads, column.shape[0]), jnp.float32))
     for entries_ref, seen_ref in zip(sources[::2], sources[1::2], strict=True):
         count = seen_ref.shape[1] // sizes.tile
         carry = lax.fori_loop(0, count, functools.partial(tile, entries_ref, seen_ref), carry)
     top, total, out = carry
-    plgpu.store(out_ref.at[at], (out / total[:, None]).astype(out_ref.dtype), mask=present[:, None])
-    plgpu.store(log_sum_ref.at[token, head], top + jnp.log(total), mask=present)
+    if sink_ref is not None:
+        out = out / total[:, None]
+    plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=present[:, None])
+    plgpu.store(top_ref.at[token, head], top, mask=present)
+    plgpu.store(total_ref.at[token, head], total, mask=present)

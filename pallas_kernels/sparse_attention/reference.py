@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.paged_memory.addressing import locate
+from pallas_kernels.sparse_attention.partial import SINK_MARGIN, Partial, finite_top
 
 
 def sparse_attention(
@@ -25,7 +26,8 @@ def sparse_attention(
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
-) -> jax.Array:
+    return_partial: bool = False,
+) -> jax.Array | Partial:
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
     if rotation is not None:
         columns = (jnp.arange(local_valid.shape[1]) + rotation[:, None]) % local_valid.shape[1]
@@ -40,9 +42,13 @@ def sparse_attention(
         entries, valid = jnp.concatenate([entries, picked], axis=2), jnp.concatenate([valid, chosen], axis=2)
     logits = jnp.einsum("bshd,bsnd->bshn", queries.astype(jnp.float32), entries, precision=lax.Precision.HIGHEST)
     logits = jnp.where(valid[:, :, None], logits * scale, -jnp.inf)
-    top = lax.stop_gradient(jnp.maximum(logits.max(axis=-1), sink - 32))[..., None]
-    p = jnp.exp(logits - top)
-    total = p.sum(axis=-1) + jnp.exp(sink - top[..., 0])
+    top = lax.stop_gradient(logits.max(axis=-1))
+    if not return_partial:
+        top = jnp.maximum(top, lax.stop_gradient(sink) - SINK_MARGIN)
+    p = jnp.exp(logits - finite_top(top)[..., None])
+    total = p.sum(axis=-1)
     rounded = p.astype(probability_dtype).astype(jnp.float32)
     out = jnp.einsum("bshn,bsnd->bshd", rounded, entries, precision=lax.Precision.HIGHEST)
-    return (out / total[..., None]).astype(queries.dtype)
+    if return_partial:
+        return Partial(out, top, total)
+    return (out / (total + jnp.exp(sink - top))[..., None]).astype(queries.dtype)

@@ -21,7 +21,7 @@ from pallas_kernels.backend import interpreted
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.products import narrow, operand_dtype
 from pallas_kernels.sparse_attention import xla
-from pallas_kernels.sparse_attention.xla import SINK_MARGIN
+from pallas_kernels.sparse_attention.partial import SINK_MARGIN, Partial, finite_top
 from pallas_kernels.tiling import pad_axis
 from pallas_kernels.tpu import pool as paged
 from pallas_kernels.tpu.pool import TILE, Reader, Words
@@ -29,6 +29,8 @@ from pallas_kernels.tpu.pool import TILE, Reader, Words
 # Queries of a program. The first one's fetch is not hidden, so more are better; they and their outputs are in VMEM
 # twice, and at 64 heads of 512 bfloat16 values each is 64 KiB.
 _QUERIES = 16
+# Values of a row of a register: a narrower last axis takes no less.
+_LANES = 128
 # Rows of a tile of 16-bit values.
 _BAND_ROWS = 16
 # The smallest VMEM of the supported chips is 64 MiB; the compiler's own default limit is 16. With 64 heads of 512
@@ -44,6 +46,7 @@ class _Static(NamedTuple):
     window: int
     scale: float
     probability_dtype: jnp.dtype
+    return_partial: bool
     interpret: bool
 
     def options(self) -> dict:
@@ -65,6 +68,7 @@ def unsupported(
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
+    return_partial: bool = False,
 ) -> str | None:
     """Why the kernel cannot run these arguments; None if it can."""
     del local, local_fmt, local_valid, page_table, sink, scale, probability_dtype
@@ -83,6 +87,7 @@ def unsupported(
         pool,
         pool_fmt,
         0 if pool is None else indices.shape[-1],
+        return_partial,
     )
     if need > _VMEM_BYTES:
         return f"a program needs {need >> 20} MiB of VMEM, more than {_VMEM_BYTES >> 20}"
@@ -108,13 +113,21 @@ def _band(window: int, total: int, tile: _Tile, rotated: bool) -> int:
 
 
 def _vmem_bytes(
-    tile: _Tile, queries: jax.Array, window: int, rotated: bool, pool: Packed | None, pool_fmt: Format, chosen: int
+    tile: _Tile,
+    queries: jax.Array,
+    window: int,
+    rotated: bool,
+    pool: Packed | None,
+    pool_fmt: Format,
+    chosen: int,
+    return_partial: bool,
 ) -> int:
     """Upper estimate of a program's VMEM: blocks twice (one in use, one under way), scratch and temporaries."""
     _, total, heads, width = queries.shape
     band = _band(window, total, tile, rotated)
     chosen = -(-chosen // TILE) * TILE
     blocks = tile.requests * width * 4 * (2 * tile.queries * heads + band)
+    blocks += tile.requests * tile.queries * heads * _LANES * 4 if return_partial else 0
     fetched = 0 if pool is None else Reader.of(pool, pool_fmt, width).buffer_bytes(chosen)
     return 2 * blocks + fetched + 4 * chosen * width + 4 * TILE * width * 4 + 4 * 4 * heads * (band + chosen + width)
 
@@ -134,9 +147,10 @@ def sparse_attention(
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
-) -> jax.Array:
+    return_partial: bool = False,
+) -> jax.Array | Partial:
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`; its derivatives are XLA's."""
-    static = _Static(local_fmt, pool_fmt, window, scale, jnp.dtype(probability_dtype), interpreted())
+    static = _Static(local_fmt, pool_fmt, window, scale, jnp.dtype(probability_dtype), return_partial, interpreted())
     return _attend(static, queries, local, local_valid, pool, page_table, indices, sink, rotation)
 
 
@@ -195,21 +209,31 @@ def _attend(static: _Static, queries, local, local_valid, pool, page_table, indi
         window=static.window,
         scale=static.scale,
         probability=static.probability_dtype,
+        return_partial=static.return_partial,
         interpret=static.interpret,
     )
-    out = pl.pallas_call(
+    out_specs = [block(1, steps, heads, width)]
+    out_shape = [jax.ShapeDtypeStruct(x.shape, jnp.float32 if static.return_partial else queries.dtype)]
+    if static.return_partial:
+        out_specs.append(block(1, steps, heads, 2))
+        out_shape.append(jax.ShapeDtypeStruct((*x.shape[:3], 2), jnp.float32))
+    out, *sums = pl.pallas_call(
         kernel,
         grid=(programs,),
         in_specs=specs,
-        out_specs=block(1, steps, heads, width),
-        out_shape=jax.ShapeDtypeStruct(x.shape, queries.dtype),
+        out_specs=out_specs,
+        out_shape=out_shape,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM_BYTES),
         interpret=static.interpret,
         name="sparse_attention",
     )(*operands)
     out = out.reshape(batch, total + surplus, heads, width)
-    return (paged.join_channels(out) if split else out)[:, :total]
+    out = (paged.join_channels(out) if split else out)[:, :total]
+    if not static.return_partial:
+        return out
+    sums = sums[0].reshape(batch, total + surplus, heads, 2)[:, :total]
+    return Partial(out, sums[..., 0], sums[..., 1])
 
 
 def _attend_forward(static, *arrays):
@@ -279,18 +303,20 @@ def _kernel(
     window: int,
     scale: float,
     probability: jnp.dtype,
+    return_partial: bool,
     interpret: bool,
 ) -> None:
     steps = tile.requests * tile.queries
     # The chip's compiler drops no cast; XLA may.
     rounded = narrow if interpret else lambda x, dtype: x.astype(dtype)
-    if reader is None:
-        (out_ref,) = refs
-    else:
-        tiles_ref, rows_ref, row_vectors_ref, payload_ref, *rest = refs
-        scales_ref = rest.pop(0) if reader.scale_words else None
-        out_ref, entries_ref, *buffers = rest
-        pool = Words(payload_ref, scales_ref)
+    rest = list(refs)
+    if reader is not None:
+        tiles_ref, rows_ref, row_vectors_ref, payload_ref, *rest = rest
+        pool = Words(payload_ref, rest.pop(0) if reader.scale_words else None)
+    out_ref = rest.pop(0)
+    sums_ref = rest.pop(0) if return_partial else None
+    if reader is not None:
+        entries_ref, *buffers = rest
 
     def attend(n: jax.Array) -> None:
         queries = queries_ref[0, n]
@@ -316,7 +342,13 @@ def _kernel(
 
             lax.fori_loop(0, entries_ref.shape[0] // TILE, decode, None)
             parts.append((entries_ref[...], row_vectors_ref[0, n] >= 0))
-        out_ref[0, n] = rounded(_softmax(queries, parts, sink_ref[...], scale, probability, rounded), out_ref.dtype)
+        if return_partial:
+            out, top, total = _softmax(queries, parts, None, scale, probability, rounded)
+            out_ref[0, n] = out
+            sums_ref[0, n] = jnp.concatenate([top, total], axis=1)
+        else:
+            out, _, total = _softmax(queries, parts, sink_ref[...], scale, probability, rounded)
+            out_ref[0, n] = rounded(out / total, out_ref.dtype)
 
     def fetch(n: jax.Array) -> None:
         reader.start(pool, buffers, n % 2, lambda i: rows_ref[0, n, i], tiles_ref[0, 0, n])
@@ -332,27 +364,31 @@ def _kernel(
 def _softmax(
     queries: jax.Array,
     parts: list[tuple[jax.Array, jax.Array]],
-    sink: jax.Array,
+    sink: jax.Array | None,
     scale: float,
     probability: jnp.dtype,
     rounded: Callable,
-) -> jax.Array:
-    """Attention of one query ``[heads, width]`` to parts of entries ``[n, width]`` seen where ``[1, n]``, float32."""
-    top = sink - SINK_MARGIN
+) -> Partial:
+    """Sums of one query ``[heads, width]`` over parts of entries ``[n, width]`` seen where ``[1, n]``, float32.
+
+    The sink ``[heads, 1]`` joins ``top`` and ``total``, both ``[heads, 1]``.
+    """
+    top = jnp.full((queries.shape[0], 1), -jnp.inf) if sink is None else sink - SINK_MARGIN
     logits = []
     for entries, seen in parts:
         product = _dot(queries.astype(entries.dtype), entries, 1)
         logits.append(jnp.where(seen, product * scale, -jnp.inf))
         top = jnp.maximum(top, logits[-1].max(axis=1, keepdims=True))
-    total = jnp.exp(sink - top)
+    subtracted = finite_top(top) if sink is None else top
+    total = jnp.zeros_like(top) if sink is None else jnp.exp(sink - top)
     out = jnp.zeros(queries.shape, jnp.float32)
     for (entries, _), part in zip(parts, logits, strict=True):
-        p = jnp.exp(part - top)
+        p = jnp.exp(part - subtracted)
         total += p.sum(axis=1, keepdims=True)
         p = rounded(p, probability)
         dtype = jnp.promote_types(p.dtype, entries.dtype)
         out += _dot(p.astype(dtype), entries.astype(dtype), 0)
-    return out / total
+    return Partial(out, top, total)
 
 
 def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:

@@ -10,11 +10,8 @@ from pallas_kernels import paged_memory
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.paged_memory.addressing import locate
 from pallas_kernels.products import einsum, narrow, operand_dtype
+from pallas_kernels.sparse_attention.partial import SINK_MARGIN, Partial, finite_top
 from pallas_kernels.tiling import largest_tile, map_query_tiles, pad_axis
-
-# How far below the sink the subtracted maximum may fall: e³² and its square are finite, and the reference subtracts
-# the entries' maximum, which decides how the probabilities round.
-SINK_MARGIN = 32.0
 
 
 def sparse_attention(
@@ -32,7 +29,8 @@ def sparse_attention(
     window: int,
     scale: float,
     probability_dtype: jnp.dtype,
-) -> jax.Array:
+    return_partial: bool = False,
+) -> jax.Array | Partial:
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
     batch, total, heads, width = queries.shape
     chosen = 0 if indices is None else indices.shape[-1]
@@ -52,7 +50,7 @@ def sparse_attention(
         columns = local_valid.shape[1]
         order = (jnp.arange(columns, dtype=jnp.int32) - rotation[:, None]) % columns
 
-    def one_tile(first: int | jax.Array, queries: jax.Array, indices: jax.Array | None = None) -> jax.Array:
+    def one_tile(first: int | jax.Array, queries: jax.Array, indices: jax.Array | None = None) -> jax.Array | Partial:
         def band(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, first, window + queries.shape[1], axis=1)
 
@@ -67,7 +65,9 @@ def sparse_attention(
         entries = jnp.where(valid[..., None], local_fmt.decode(mine, dtype), 0)
         seen = (ahead > 0) & (ahead <= window) & valid[:, None]
         logits = _logits(einsum("bshd,bnd->bshn", queries.astype(dtype), entries), scale, seen)
-        top = jnp.maximum(logits.max(axis=-1), sink - SINK_MARGIN)
+        top = logits.max(axis=-1)
+        if not return_partial:
+            top = jnp.maximum(top, sink - SINK_MARGIN)
         if indices is not None:
             dtype = operand_dtype(queries.dtype, pool_fmt)
             picked = paged_memory.gather(pool, pool_fmt, page_table, indices, dtype)
@@ -77,14 +77,17 @@ def sparse_attention(
 
         # The quotient does not depend on the subtracted maximum, so neither does its derivative.
         top = lax.stop_gradient(top)
-        p = jnp.exp(logits - top[..., None])
-        denominator = jnp.exp(sink - top) + p.sum(axis=-1)
+        subtracted = (finite_top(top) if return_partial else top)[..., None]
+        p = jnp.exp(logits - subtracted)
+        total = p.sum(axis=-1) if return_partial else jnp.exp(sink - top) + p.sum(axis=-1)
         out = _values("bshn,bnd->bshd", p, entries, probability_dtype)
         if indices is not None:
-            p = jnp.exp(picked_logits - top[..., None])
-            denominator += p.sum(axis=-1)
+            p = jnp.exp(picked_logits - subtracted)
+            total += p.sum(axis=-1)
             out += _values("bshn,bsnd->bshd", p, picked, probability_dtype)
-        return narrow(out / denominator[..., None], queries.dtype)
+        if return_partial:
+            return Partial(out, top, total)
+        return narrow(out / total[..., None], queries.dtype)
 
     arrays = (queries,) if indices is None else (queries, indices)
     return map_query_tiles(one_tile, tile, arrays, differentiable=True)

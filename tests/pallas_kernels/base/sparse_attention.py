@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.formats import FP4_E4M3, FP8_E8M0, DenseFormat, Packed
-from pallas_kernels.sparse_attention import reference
+from pallas_kernels.sparse_attention import Partial, merge_partials, reference
 from tests.pallas_kernels.base.common import OperationTests, compiled, golden, paged, poisoned
 
 F32 = DenseFormat("float32")
@@ -167,6 +167,71 @@ class SparseAttentionTests(OperationTests):
         for name, left, right in zip(("queries", "local", "pool", "sink"), mine, wanted, strict=True):
             np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=1e-4, atol=1e-5, err_msg=name)
         np.testing.assert_array_equal(np.asarray(mine[1])[~np.asarray(arrays["local_valid"])], 0)
+
+    def test_parts_in_any_split_merge_to_the_whole(self):
+        """Chosen entries dealt out over shards, the window on one; a shard that sees nothing changes nothing."""
+        arrays = self.case(FP8_E8M0, FP4_E4M3)
+        static = {"local_fmt": FP8_E8M0, "pool_fmt": FP4_E4M3, "window": WINDOW, "scale": 0.3}
+        static["probability_dtype"] = jnp.dtype(self.dtype)
+        whole = self.check(arrays, FP8_E8M0, FP4_E4M3)
+        rng = np.random.default_rng(2)
+        shards = 3
+        for holder in range(shards):
+            owner = rng.integers(0, shards, arrays["indices"].shape)
+            # One that holds nothing but, in one of the splits, the window.
+            owner = np.where(owner == 2, 0, owner)
+            parts = []
+            for shard in range(shards):
+                mine = {"indices": jnp.where(owner == shard, arrays["indices"], -1)}
+                mine["local_valid"] = arrays["local_valid"] & (shard == holder)
+                parts.append(self.run("sparse_attention", arrays | mine, return_partial=True, **static))
+                self.check_part(parts[-1], arrays | mine, static)
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+            merged = merge_partials(stacked, arrays["sink"], arrays["queries"].dtype)
+            np.testing.assert_allclose(
+                np.asarray(merged, np.float32), whole, rtol=2 * self.tolerance, atol=2 * self.tolerance
+            )
+
+    def check_part(self, part: Partial, arrays: dict, static: dict):
+        assert {leaf.dtype for leaf in part} == {jnp.dtype(jnp.float32)}
+        wanted = compiled(reference.sparse_attention, arrays, return_partial=True, **static)
+        nothing = np.isneginf(np.asarray(wanted.top))
+        np.testing.assert_array_equal(np.isneginf(np.asarray(part.top)), nothing)
+        assert not np.asarray(part.out)[nothing].any()
+        assert not np.asarray(part.total)[nothing].any()
+        # Sums of many terms of up to one: an error is measured beside the sum of the weights.
+        most = np.maximum(np.asarray(wanted.total), 1)
+        for mine, theirs, unit in zip(part, wanted, (most[..., None], 1, most), strict=True):
+            mine, theirs = np.asarray(mine) / unit, np.asarray(theirs) / unit
+            np.testing.assert_allclose(mine, theirs, rtol=self.tolerance, atol=self.tolerance)
+
+    def test_gradients_through_parts_are_those_of_the_whole(self):
+        if not self.supports_gradient:
+            pytest.skip("no gradient on this back end")
+        arrays = self.case()
+        arrays |= {name: arrays[name].map(jnp.nan_to_num) for name in ("local", "pool")}
+        cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["queries"].shape), jnp.float32)
+        static = {"local_fmt": F32, "pool_fmt": F32, "window": WINDOW, "scale": 0.3, "probability_dtype": jnp.float32}
+        even = np.arange(arrays["indices"].shape[-1]) % 2 == 0
+
+        def merged(arrays):
+            chosen = [{"indices": jnp.where(even, arrays["indices"], -1)}]
+            chosen.append({"indices": jnp.where(even, -1, arrays["indices"])})
+            chosen[0]["local_valid"] = jnp.zeros_like(arrays["local_valid"])
+            parts = [self.run("sparse_attention", arrays | mine, return_partial=True, **static) for mine in chosen]
+            return merge_partials(jax.tree.map(lambda *x: jnp.stack(x), *parts), arrays["sink"], jnp.float32)
+
+        def gradients(function):
+            def loss(queries, local, pool, sink):
+                changed = {"queries": queries, "local": Packed(local, None), "pool": Packed(pool, None), "sink": sink}
+                return jnp.sum(function(arrays | changed) * cotangent)
+
+            start = (arrays["queries"], arrays["local"].payload, arrays["pool"].payload, arrays["sink"])
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*start)
+
+        wanted = gradients(lambda a: compiled(reference.sparse_attention, a, **static))
+        for name, left, right in zip(("queries", "local", "pool", "sink"), gradients(merged), wanted, strict=True):
+            np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=1e-4, atol=1e-5, err_msg=name)
 
     @pytest.mark.parametrize(
         ("name", "probability_dtype", "tolerance"),
