@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--profile",
         type=pathlib.Path,
         metavar="DIR",
-        help="--widths: also write traces of a step and a chunk here, and print their costliest kernels",
+        help="--widths: also write traces of the first back end here, and print the costliest kernels",
     )
     parser.add_argument("--steps", type=positive, default=64, metavar="N", help="decode steps of one timing")
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timings; the median is printed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import math
 import os
 import pathlib
 import time
@@ -36,6 +37,9 @@ from dsv41.steps.sampling import create_sampler
 from pallas_kernels import backend
 from pallas_kernels.benchmark.limits import Limits
 from pallas_kernels.formats import Format, Packed
+
+# Pages drawn at once.
+_PAGES = 1024
 
 
 def random_model(config: ModelConfig) -> tuple[Model, Variables]:
@@ -82,7 +86,13 @@ def filled_state(settings: Settings, batch: int, context: int, room: int) -> Mod
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _random_entries(fmt: Format, shape: tuple[int, ...], width: int, key: jax.Array) -> Packed:
-    return fmt.encode(jax.random.normal(key, (*shape, width)))
+    """Entries ``[*shape, width']``, drawn page by page: as floats a long memory would not fit."""
+
+    def page(key: jax.Array) -> Packed:
+        return fmt.encode(jax.random.normal(key, (shape[-1], width)))
+
+    pages = jax.lax.map(page, jax.random.split(key, math.prod(shape[:-1])), batch_size=_PAGES)
+    return pages.map(lambda leaf: leaf.reshape(*shape, leaf.shape[-1]))
 
 
 class Case(NamedTuple):
@@ -120,37 +130,51 @@ def measure_widths(
     Args:
       chunk: tokens of a prefill chunk, through all layers.
       steps: decode steps of one timing, and ``repeats`` of them; steps do not wait for the host.
-      profile: a directory for a trace of a decode step and a chunk of each case, in a folder of its name.
+      profile: a directory for traces of a decode step and a chunk of the first back end's cases, in folders of their
+        names.
 
     Yields:
       milliseconds of a decode step and of a prefill chunk, their floors (:func:`step_floor`) and floor over time;
       seconds to compile both; launches of a step and of a chunk, and those of one of its Reuse layers (the longest run
-      of them, 0 without one).
+      of them, 0 without one). Or ``failed``, why a case has none of them.
     """
-    settings = model.settings
     cases = [Case(name, batch, context) for batch in batches for context in contexts for name in back_ends]
     lengths = _Lengths(chunk, steps, repeats)
     with concurrent.futures.ThreadPoolExecutor(min(len(cases), os.cpu_count() or 1)) as pool:
-        waiting = [pool.submit(_compile, model, variables, case, lengths) for case in cases]
-        for case, programs in zip(cases, waiting, strict=True):
-            programs = programs.result()
-            decode_s = _decode_seconds(model, variables, case, lengths, programs.decode, profile)
-            chunk_s = _chunk_seconds(model, variables, case, lengths, programs.chunk, profile)
-            decode_floor = step_floor(model, variables, limits, case.batch, 1, case.context)
-            chunk_floor = step_floor(model, variables, limits, 1, chunk, case.context)
-            yield {
-                **case._asdict(),
-                "layers": settings.text.num_hidden_layers,
-                "step_ms": decode_s * 1e3,
-                "step_floor_ms": decode_floor * 1e3,
-                "step_of_floor": decode_floor / decode_s,
-                "chunk_ms": chunk_s * 1e3,
-                "chunk_floor_ms": chunk_floor * 1e3,
-                "chunk_of_floor": chunk_floor / chunk_s,
-                "compile_s": programs.compile_s,
-                **_launches(settings, "step", programs.decode),
-                **_launches(settings, "chunk", programs.chunk),
-            }
+        compiled = [pool.submit(_compile, model, variables, case, lengths) for case in cases]
+    for case, programs in zip(cases, compiled, strict=True):
+        row = {**case._asdict(), "layers": model.settings.text.num_hidden_layers}
+        traced = profile if case.back_end == back_ends[0] else None
+        try:
+            yield row | _measure(model, variables, case, lengths, programs.result(), limits, traced)
+        except jax.errors.JaxRuntimeError as error:  # one that does not fit must not cost the others
+            yield row | {"failed": str(error).splitlines()[0]}
+
+
+def _measure(
+    model: Model,
+    variables: Variables,
+    case: Case,
+    lengths: _Lengths,
+    programs: _Programs,
+    limits: Limits,
+    profile: pathlib.Path | None,
+) -> dict[str, Any]:
+    decode_s = _decode_seconds(model, variables, case, lengths, programs.decode, profile)
+    chunk_s = _chunk_seconds(model, variables, case, lengths, programs.chunk, profile)
+    decode_floor = step_floor(model, variables, limits, case.batch, 1, case.context)
+    chunk_floor = step_floor(model, variables, limits, 1, lengths.chunk, case.context)
+    return {
+        "step_ms": decode_s * 1e3,
+        "step_floor_ms": decode_floor * 1e3,
+        "step_of_floor": decode_floor / decode_s,
+        "chunk_ms": chunk_s * 1e3,
+        "chunk_floor_ms": chunk_floor * 1e3,
+        "chunk_of_floor": chunk_floor / chunk_s,
+        "compile_s": programs.compile_s,
+        **_launches(model.settings, "step", programs.decode),
+        **_launches(model.settings, "chunk", programs.chunk),
+    }
 
 
 def step_floor(model: Model, variables: Variables, limits: Limits, batch: int, queries: int, context: int) -> float:

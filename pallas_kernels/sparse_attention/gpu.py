@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backend import interpreted
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.sparse_attention import gpu_mosaic, gpu_triton, xla
-from pallas_kernels.sparse_attention.gpu_rows import pool_source, window_source
 from pallas_kernels.sparse_attention.partial import Partial, join_partials, merge_partials
 
 # Of an H200; other Hopper cards have some less, and then some blocks wait.
@@ -65,8 +64,7 @@ def _not_for_mosaic(
         return f"{heads} heads are more than {gpu_mosaic.HEADS}"
     if width != gpu_mosaic.WIDTH:
         return f"head_dim {width} is not {gpu_mosaic.WIDTH}"
-    tiles = pl.cdiv(window, gpu_mosaic.TILE_ROWS)
-    tiles += 0 if pool is None else pl.cdiv(indices.shape[-1], gpu_mosaic.TILE_ROWS)
+    tiles = _tiles(window, indices)
     if tiles > gpu_mosaic.MOST_TILES:
         return f"{tiles} tiles of entries are more than {gpu_mosaic.MOST_TILES}"
     for name, fmt in (("window", local_fmt), ("pool", pool_fmt if pool is not None else local_fmt)):
@@ -119,30 +117,22 @@ def _attend(
     rotation: jax.Array | None,
 ) -> jax.Array | Partial:
     options = dict(static)
-    tile = gpu_mosaic.TILE_ROWS
-    seen = window_source(local, local_fmt, local_valid, rotation, options["window"], queries.dtype, tile).seen
-    near = gpu_mosaic.Entries(_rows(local), seen)
-    far = None
-    if pool is not None:
-        seen = pool_source(pool, pool_fmt, page_table, indices, queries.dtype, tile).seen
-        far = gpu_mosaic.Entries(_rows(pool), seen)
-    flat = queries.reshape(-1, *queries.shape[2:])
-    forward = functools.partial(gpu_mosaic.forward, flat, near, local_fmt, far, pool_fmt, scale=options["scale"])
-    parts = _parts(flat.shape[0], sum(pl.cdiv(source.seen.shape[1], tile) for source in (near, far) if source))
-    if parts > 1 or options["return_partial"]:
-        sums = forward(None, parts=parts)
-        sums = Partial(*(leaf.reshape(parts, *queries.shape[:2], *leaf.shape[2:]) for leaf in sums))
-        return join_partials(sums) if options["return_partial"] else merge_partials(sums, sink, queries.dtype)
-    return forward(sink).reshape(queries.shape)
+    arrays = (queries, local, local_fmt, local_valid, rotation, pool, pool_fmt, page_table, indices)
+    forward = functools.partial(gpu_mosaic.forward, *arrays, window=options["window"], scale=options["scale"])
+    parts = _parts(queries.shape[0] * queries.shape[1], _tiles(options["window"], indices))
+    if options["return_partial"]:
+        return join_partials(forward(None, parts=parts))
+    return forward(sink) if parts == 1 else merge_partials(forward(None, parts=parts), sink, queries.dtype)
+
+
+def _tiles(window: int, indices: jax.Array | None) -> int:
+    chosen = 0 if indices is None else pl.cdiv(indices.shape[-1], gpu_mosaic.TILE_ROWS)
+    return pl.cdiv(window, gpu_mosaic.TILE_ROWS) + chosen
 
 
 def _parts(tokens: int, tiles: int) -> int:
     """Blocks among which a query's tiles are dealt out: as many as find an idle processor."""
     return min(tiles, max(_PROCESSORS // tokens, 1))
-
-
-def _rows(packed: Packed) -> Packed:
-    return packed.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]))
 
 
 def _attend_forward(local_fmt, pool_fmt, static, *arrays):

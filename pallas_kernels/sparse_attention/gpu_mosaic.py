@@ -5,6 +5,8 @@ matrix units' pace. A block is one query: 64 heads fill the rows of a matrix ins
 64 entries on, each of which is key and value at once: producers gather a tile and unpack it into shared memory; one
 warpgroup multiplies it with the queries and makes the softmax's weights; two multiply the weights with a half of the
 tile's columns each. The next tile's logits so overlap with this tile's values.
+
+With few queries a query's list is cut among several blocks, whose sums are merged afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import FP4_E4M3, FP8_E8M0, DenseFormat, Format, Packed
+from pallas_kernels.gpu import barriers
 from pallas_kernels.gpu.unpack import GROUPS, TILE_ROWS, TRANSFORMS, WIDTH, copy_rows, fetch_rows, unpack_rows
+from pallas_kernels.sparse_attention.gpu_lists import Lists, list_rows
 from pallas_kernels.sparse_attention.partial import SINK_MARGIN, Partial, finite_top
 
 HEADS = 64  # rows of a matrix instruction
@@ -37,22 +41,8 @@ _COLUMNS = 128
 _PRODUCERS = 2
 _LOGIT_REGISTERS, _VALUE_REGISTERS, _PRODUCER_REGISTERS = 80, 160, 40
 # Groups of 8 rows that a producer's registers hold at once.
-_GROUPS_AT_ONCE = {FP4_E4M3: 4, FP8_E8M0: 2}
-# Fewer queries run all at once and end with the longest list: finding the others' ends costs more than it saves.
-_FEW_TOKENS = 256
+_GROUPS_AT_ONCE = {FP4_E4M3: 4, FP8_E8M0: 1}
 _LOG2_E = math.log2(math.e)
-
-
-class Entries(NamedTuple):
-    """Packed entries and who sees them.
-
-    Attributes:
-      packed: leaves ``[rows, width']``; rows that nobody sees may hold anything.
-      seen: ``[tokens, slots]`` int32 rows, −1 = nothing; an entry counts as often as it is listed.
-    """
-
-    packed: Packed
-    seen: jax.Array
 
 
 class _Tiles(NamedTuple):
@@ -65,43 +55,52 @@ class _Tiles(NamedTuple):
 
 def forward(
     queries: jax.Array,
-    window: Entries,
-    window_fmt: Format,
-    pool: Entries | None,
+    local: Packed,
+    local_fmt: Format,
+    local_valid: jax.Array,
+    rotation: jax.Array | None,
+    pool: Packed | None,
     pool_fmt: Format,
+    page_table: jax.Array | None,
+    indices: jax.Array | None,
     sink: jax.Array | None,
     *,
+    window: int,
     scale: float,
     parts: int = 1,
 ) -> jax.Array | Partial:
-    """Attention of single queries to listed rows; probabilities are rounded to bfloat16 for the value product.
+    """Attention of queries; probabilities are rounded to bfloat16 for the value product.
 
     Args:
-      queries: ``[tokens, heads, 512]`` bfloat16, at most 64 heads.
-      window, pool: entries of 512 values; pool is None in a window-only layer.
-      window_fmt, pool_fmt: their formats, of :data:`FORMATS` (static).
+      queries: ``[batch, query, heads, 512]`` bfloat16, at most 64 heads.
       sink: ``[heads]`` float32; None asks for partial results.
-      scale: factor of the logits (static).
       parts: blocks that share a query's tiles, only for partial results (static).
+      Others as in :func:`pallas_kernels.sparse_attention.sparse_attention`; formats of :data:`FORMATS`.
 
     Returns:
-      The output ``[tokens, heads, 512]`` bfloat16; without a sink the sums, leaves ``[parts, tokens, heads, ...]``.
+      The output ``[batch, query, heads, 512]`` bfloat16; without a sink the sums, leaves
+      ``[parts, batch, query, heads, ...]``.
     """
-    tokens, heads, _ = queries.shape
-    queries = jnp.pad(queries, ((0, 0), (0, HEADS - heads), (0, 0)))
+    batch, total, heads, _ = queries.shape
+    tokens, shape = batch * total, queries.shape
+    queries = jnp.pad(queries.reshape(tokens, heads, WIDTH), ((0, 0), (0, HEADS - heads), (0, 0)))
     sinks = [] if sink is None else [jnp.pad(sink.astype(jnp.float32), (0, HEADS - heads))]
-
-    lists = [_tiled(entries.seen) for entries in (window, pool) if entries is not None]
-    sources = [_Tiles(window_fmt, 0, lists[0].shape[1])]
+    lists = Lists(window, local_valid.shape[1])
     if pool is not None:
-        sources.append(_Tiles(pool_fmt, sources[0].count, lists[1].shape[1]))
-    seen = jnp.concatenate(lists, axis=1)
-    counts = None
-    if tokens > _FEW_TOKENS:
-        # Early queries have chosen little: tiles behind a query's last entry are not visited.
-        used = jnp.any(seen >= 0, axis=2) * jnp.arange(1, seen.shape[1] + 1, dtype=jnp.int32)
-        counts = jnp.max(used, axis=1)
-    leaves = [leaf for source in (window, pool) if source is not None for leaf in source.packed if leaf is not None]
+        pages, page_entries = pool.payload.shape[:2]
+        lists = Lists(window, local_valid.shape[1], indices.shape[-1], page_table.shape[1], pages, page_entries)
+    sources = [_Tiles(local_fmt, 0, lists.window_tiles)]
+    if pool is not None:
+        sources.append(_Tiles(pool_fmt, lists.window_tiles, lists.pool_tiles))
+    leaves = [
+        leaf.reshape(-1, leaf.shape[-1])
+        for source in (local, pool)
+        if source is not None
+        for leaf in source
+        if leaf is not None
+    ]
+    listing = [local_valid] + ([] if rotation is None else [rotation])
+    listing += [] if pool is None else [indices.reshape(tokens, -1), page_table]
 
     out_type = jax.ShapeDtypeStruct(queries.shape, jnp.bfloat16)
     if sink is None:
@@ -111,7 +110,9 @@ def forward(
         functools.partial(
             _kernel,
             sources=tuple(sources),
-            counted=counts is not None,
+            lists=lists,
+            queries=total,
+            rotated=rotation is not None,
             scale=scale,
             parts=parts,
             return_partial=sink is None,
@@ -126,35 +127,32 @@ def forward(
             "tiles": plgpu.SMEM((_STAGES, TILE_ROWS, WIDTH), jnp.bfloat16, transforms=TRANSFORMS),
             "p": plgpu.SMEM((_STAGES, HEADS, TILE_ROWS), jnp.bfloat16, transforms=TRANSFORMS),
             "shrink": plgpu.SMEM((_STAGES, HEADS), jnp.float32),
-            "seen": plgpu.SMEM(seen.shape[1:], jnp.int32),
+            "seen": plgpu.SMEM((lists.tiles, TILE_ROWS), jnp.int32),
+            "used": plgpu.SMEM((1,), jnp.int32),
             "sums": plgpu.SMEM((2, HEADS), jnp.float32),
-            "loaded": plgpu.Barrier(num_arrivals=3),
-            "full": plgpu.Barrier(num_arrivals=_PRODUCERS, num_barriers=_STAGES),
-            "weighted": plgpu.Barrier(num_barriers=_STAGES),
-            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+            "loaded": plgpu.Barrier(num_arrivals=2),
+            "full": barriers.scratch(_STAGES),
+            "weighted": barriers.scratch(_STAGES),
+            "empty": barriers.scratch(_STAGES),
             "summed": plgpu.Barrier(),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    result = kernel(queries, seen, *sinks, *leaves, *([] if counts is None else [counts]))
-    return result[:, :heads] if sink is not None else Partial(*(leaf[:, :, :heads] for leaf in result))
-
-
-def _tiled(seen: jax.Array) -> jax.Array:
-    """Lists ``[tokens, slots]`` as whole tiles ``[tokens, tiles, 64]``."""
-    seen = jnp.pad(seen, ((0, 0), (0, -seen.shape[1] % TILE_ROWS)), constant_values=-1)
-    return seen.reshape(seen.shape[0], -1, TILE_ROWS)
+    result = kernel(queries, *sinks, *listing, *leaves)
+    if sink is not None:
+        return result[:, :heads].reshape(shape)
+    return Partial(*(leaf[:, :, :heads].reshape(parts, batch, total, heads, *leaf.shape[3:]) for leaf in result))
 
 
 def _kernel(
     q_ref,
-    seen_ref,
     *refs,
     q,
     tiles,
     p,
     shrink,
     seen,
+    used,
     sums,
     loaded,
     full,
@@ -162,7 +160,9 @@ def _kernel(
     empty,
     summed,
     sources,
-    counted,
+    lists,
+    queries,
+    rotated,
     scale,
     parts,
     return_partial,
@@ -173,30 +173,39 @@ def _kernel(
         sink_ref, *leaves, out_ref = refs
     warpgroup, token, part = lax.axis_index("warpgroup"), lax.axis_index("token"), lax.axis_index("part")
     half = WIDTH // 2
-    stop = leaves.pop()[token] if counted else sources[-1].first + sources[-1].count
-    start = jnp.int32(0)
-    if parts > 1:  # shares differ by a tile at most
-        start, stop = (stop * part) // parts, (stop * (part + 1)) // parts
-    count = stop - start
-    by_head, by_entry = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     @pl.when(warpgroup == 0)
     def _load():
-        plgpu.copy_gmem_to_smem(seen_ref.at[token], seen, loaded)
         for i in range(2):
             plgpu.copy_gmem_to_smem(q_ref.at[token, :, pl.ds(i * half, half)], q.at[i], loaded)
 
-    plgpu.barrier_wait(loaded)
+    barriers.initialise(full, _PRODUCERS)
+    barriers.initialise(weighted, 1)
+    barriers.initialise(empty, 2)
+    request = lax.div(token, jnp.int32(queries))
+    oldest = lax.rem(token, jnp.int32(queries)) + 1
+    valid_ref, *leaves = leaves
+    if rotated:
+        rotation_ref, *leaves = leaves
+        oldest = lax.rem(oldest + rotation_ref[request], jnp.int32(lists.columns))
+    indices_ref, table_ref = (leaves.pop(0).at[token], leaves.pop(0)) if lists.chosen else (None, None)
+    list_rows(lists, (3 + _PRODUCERS) * 128, request, oldest, valid_ref, indices_ref, table_ref, seen, used)
+    # Early queries have chosen little: tiles behind a query's last entry are not visited.
+    start, stop = jnp.int32(0), lax.div(used[0] + (TILE_ROWS - 1), jnp.int32(TILE_ROWS))
+    if parts > 1:  # shares differ by a tile at most
+        start, stop = lax.div(stop * part, jnp.int32(parts)), lax.div(stop * (part + 1), jnp.int32(parts))
+    count = stop - start
+    by_head, by_entry = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
     def _logits():
         plgpu.set_max_registers(_LOGIT_REGISTERS, action="decrease")
 
         def tile(t, carry):
             top, total = carry
-            slot = lax.rem(t, jnp.int32(_STAGES))
-            plgpu.barrier_wait(full.at[slot])
+            slot, use = lax.rem(t, jnp.int32(_STAGES)), lax.div(t, jnp.int32(_STAGES))
 
             def products(acc):
+                barriers.wait(full.at[slot], use)
                 for i in range(2):
                     plgpu.wgmma(acc, q.at[i], tiles.at[slot, :, pl.ds(i * half, half)].transpose((1, 0)))
                 return acc[...]
@@ -211,13 +220,13 @@ def _kernel(
             weights = jnp.exp2(logits - lax.broadcast_in_dim(subtracted, logits.shape, [0]))
             p[slot] = weights.astype(jnp.bfloat16)
             shrink[slot] = less
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(weighted.at[slot])
+            barriers.arrive(weighted.at[slot], with_tile=True)
             return new_top, total * less + weights.sum(axis=1)
 
         def by_head_full(value: float) -> jax.Array:
             return plgpu.layout_cast(jnp.full(HEADS, value, jnp.float32), by_head)
 
+        plgpu.barrier_wait(loaded)
         if return_partial:
             top, total = lax.fori_loop(0, count, tile, (by_head_full(-jnp.inf), by_head_full(0)))
             sums[0], sums[1] = top * (1 / _LOG2_E), total
@@ -236,10 +245,10 @@ def _kernel(
         mine = warpgroup - 1
 
         def tile(t, out):
-            slot = lax.rem(t, jnp.int32(_STAGES))
-            plgpu.barrier_wait(weighted.at[slot])
+            slot, use = lax.rem(t, jnp.int32(_STAGES)), lax.div(t, jnp.int32(_STAGES))
+            barriers.wait(weighted.at[slot], use)
             # The logits' warpgroup waited for the tile, but its waiting makes nothing visible here.
-            plgpu.barrier_wait(full.at[slot])
+            barriers.wait(full.at[slot], use)
             less = plgpu.load(shrink.at[slot], layout=by_head, optimized=False)
             out = tuple(sum_ * lax.broadcast_in_dim(less, sum_.shape, [0]) for sum_ in out)
 
@@ -249,7 +258,7 @@ def _kernel(
                     plgpu.wgmma(acc, p.at[slot], tiles.at[slot, :, columns])
 
             out = pl.run_state(values)(tuple(plgpu.ACC.init(sum_) for sum_ in out))
-            plgpu.barrier_arrive(empty.at[slot])
+            barriers.arrive(empty.at[slot])
             return out
 
         zeros = plgpu.layout_cast(jnp.zeros((HEADS, _COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
@@ -289,12 +298,10 @@ def _produce(producer: int, leaves, sources, start, stop, seen, tiles, full, emp
     mine = range(producer * share, (producer + 1) * share)
 
     def fill(fmt: Format, packed_refs, t, _):
-        slot = lax.rem(t - start, jnp.int32(_STAGES))
+        slot, use = lax.rem(t - start, jnp.int32(_STAGES)), lax.div(t - start, jnp.int32(_STAGES))
 
         def wait():
-            @pl.when(t - start >= _STAGES)
-            def _():
-                plgpu.barrier_wait(empty.at[slot])
+            barriers.wait(empty.at[slot], use, first_free=True)
 
         if fmt == BF16:
             wait()
@@ -307,8 +314,7 @@ def _produce(producer: int, leaves, sources, start, stop, seen, tiles, full, emp
                 if first == mine.start:
                     wait()
                 unpack_rows(fmt, groups, packed, tiles.at[slot])
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(full.at[slot])
+        barriers.arrive(full.at[slot], with_tile=True)
 
     first = 0
     for source in sources:

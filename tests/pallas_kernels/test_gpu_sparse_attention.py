@@ -47,6 +47,7 @@ class TestSparseAttention(SparseAttentionTests):
     # The golden data is narrower; gradients of float entries are the other kernel's.
     test_outputs_are_the_references = None
     test_gradients_are_the_references_and_finite_beside_poison = None
+    test_gradients_through_parts_are_those_of_the_whole = None
 
     @pytest.mark.parametrize(("local_fmt", "pool_fmt"), [(BF16, BF16), (FP8_E8M0, FP4_E4M3)], ids=["bf16", "packed"])
     def test_float32(self, local_fmt, pool_fmt):
