@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import pathlib
 
@@ -12,10 +14,10 @@ import pytest
 
 from dsv41.cli import main
 from dsv41.config import load_config
+from dsv41.evaluation import widths
 from dsv41.evaluation.replay import compare_replay, random_prompts
-from dsv41.evaluation.widths import filled_state
 from dsv41.loading import abstract_variables
-from dsv41.model import Model
+from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
 from dsv41.state.request import create_state
 from dsv41.steps.decode import generate_step
@@ -81,11 +83,27 @@ def test_bench_at_widths_needs_no_prefill(two_layers, capsys):
     assert min(row["step_ms"], row["chunk_ms"], row["step_floor_ms"], row["chunk_floor_ms"]) > 0
 
 
+def test_tokens_of_a_random_model_choose_experts_evenly(two_layers):
+    """As many of them are touched as the floor assumes."""
+    config = load_config(two_layers)
+    text = dataclasses.replace(config.text, n_routed_experts=64, num_experts_per_tok=2)
+    model, variables = widths.random_model(dataclasses.replace(config, text=text))
+    tokens = 32
+    batch = TokenBatch(jnp.arange(3, 3 + tokens)[None], jnp.full(1, tokens, jnp.int32))
+    state = widths.filled_state(model.settings, 1, 8, tokens)
+    encode = functools.partial(model.apply, method="encode", mutable=["intermediates"])
+    _, found = jax.jit(encode)(variables, state, batch)
+    chosen = [leaf for path, leaf in jax.tree_util.tree_flatten_with_path(found)[0] if "router_idx" in str(path)]
+    touched = [len(np.unique(layer)) for leaf in chosen for layer in np.asarray(leaf).reshape(-1, tokens * 2)]
+    assert len(touched) == 2
+    np.testing.assert_allclose(touched, 64 * (1 - (1 - 2 / 64) ** tokens), rtol=0.15)
+
+
 def test_a_filled_state_is_one_after_a_prompt(smooth_mini8):
     """Positions, lengths and windows are those of a prefilled state; every entry is finite."""
     settings = smooth_mini8[0].settings
     context = settings.text.sliding_window + 5
-    state = filled_state(settings, 2, context, 3)
+    state = widths.filled_state(settings, 2, context, 3)
     window = np.asarray(state.encoder_ring.positions)
     np.testing.assert_array_equal(np.sort(window, axis=1), np.tile(np.arange(5, context), (2, 1)))
     slots = np.arange(settings.text.sliding_window)
@@ -95,7 +113,7 @@ def test_a_filled_state_is_one_after_a_prompt(smooth_mini8):
     for pool in state.memory.values():
         assert np.isfinite(np.asarray(settings.formats.main_kv.decode(pool.main))).all()
         assert np.asarray(settings.formats.index_keys.decode(pool.index)).std() > 0.5
-    short = np.asarray(filled_state(settings, 1, 3, 1).encoder_ring.positions)
+    short = np.asarray(widths.filled_state(settings, 1, 3, 1).encoder_ring.positions)
     np.testing.assert_array_equal(np.sort(short[0])[-4:], [-1, 0, 1, 2])
 
 

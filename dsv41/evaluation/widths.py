@@ -43,9 +43,19 @@ _PAGES = 1024
 
 
 def random_model(config: ModelConfig) -> tuple[Model, Variables]:
-    """One repetition of each group of layers, with random weights drawn on the device."""
+    """One repetition of each group of layers, with random weights drawn on the device.
+
+    The routers' biases are 0: random ones would send all tokens to the same few experts, and the floor assumes what
+    training aims at, that tokens choose evenly.
+    """
     model = Model(Settings.default(one_of_each_group(config)))
-    return model, device_random_variables(model, 0)
+    variables = device_random_variables(model, 0)
+
+    def balanced(path: tuple, leaf: jax.Array) -> jax.Array:
+        keys = [key.key for key in path]
+        return jnp.zeros_like(leaf) if keys[-2:] in (["gate", "bias"], ["gate", "bias_vl"]) else leaf
+
+    return model, variables | {"params": jax.tree_util.tree_map_with_path(balanced, variables["params"])}
 
 
 def filled_state(settings: Settings, batch: int, context: int, room: int) -> ModelState:
