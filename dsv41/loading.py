@@ -36,12 +36,18 @@ TOKEN_MAP_FILE = "token_map.npy"
 
 
 @functools.lru_cache(maxsize=8)
-def abstract_variables(model: Model) -> ParameterTree:
-    """Shapes and dtypes of the model's parameters as ``jax.ShapeDtypeStruct`` leaves; nothing is allocated."""
+def declared_variables(model: Model) -> ParameterTree:
+    """The parameters as their modules declare them: shapes and dtypes, boxed with the names of their logical axes."""
     state = jax.eval_shape(functools.partial(create_state, model.settings, batch=1, pages=1, table_pages=1))
     batch = TokenBatch(jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
-    declared = jax.eval_shape(functools.partial(model.init, method="declare_all"), jax.random.key(0), state, batch)
-    return nn.meta.unbox(declared)["params"]
+    init = functools.partial(model.init, method="declare_all")
+    with backend.use("xla"):  # shapes do not depend on it, and kernels take longer to trace
+        return jax.eval_shape(init, jax.random.key(0), state, batch)["params"]
+
+
+def abstract_variables(model: Model) -> ParameterTree:
+    """Shapes and dtypes of the model's parameters as ``jax.ShapeDtypeStruct`` leaves; nothing is allocated."""
+    return nn.meta.unbox(declared_variables(model))
 
 
 def load_variables(
@@ -101,9 +107,7 @@ def random_variables(model: Model, seed: int, tokenizer: Tokenizer | None) -> Va
 def device_random_variables(model: Model, seed: int) -> Variables:
     """Random weights drawn on the device, and ids in order: for sizes that a host would draw for hours."""
     config = model.settings.config
-    with backend.use("xla"):  # shapes do not depend on it, and kernels take longer to trace
-        target = abstract_variables(model)
-    params = random_parameters(config, target, seed)
+    params = random_parameters(config, abstract_variables(model), seed)
     return {"params": params, "constants": {"token_map": _on_first_device(_ids_in_order(config))}}
 
 

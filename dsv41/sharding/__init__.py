@@ -1,0 +1,1 @@
+"""Meshes, and how parameters, state and activations lie on them."""
