@@ -31,31 +31,10 @@ ROWS = registers.ROWS
 _PROGRAMS = 132
 # Shared memory that a program may use for its pipeline; the rest is for barriers and alignment.
 _SHARED_BYTES = 220 * 1024
-# A decoded weight is 2^-32 times its value: E2M1 codes are moved into bfloat16's bits, where they are 2^-126 of their
-# value, and one multiplication has to bring both that and the scale. It is exact for scales in 2^-94 .. 2^33.
-_EXPONENT = 94
+# A decoded weight is 2^-32 times its value: one multiplication has to bring both its scale and what unpacking leaves off.
+# It is exact for scales in 2^-94 .. 2^33.
+_EXPONENT = registers.E2M1_EXPONENT - 32
 UNSCALE = 2.0**32
-
-_DECODE = """{
-.reg .b32 a, b, c, d, high;
-shr.b32 high, $4, 8;
-and.b32 a, $4, 0x000F000F;
-and.b32 b, $4, 0x00F000F0;
-and.b32 c, high, 0x000F000F;
-and.b32 d, high, 0x00F000F0;
-mul.lo.u32 a, a, 0x1040;
-mul.lo.u32 b, b, 0x0104;
-mul.lo.u32 c, c, 0x1040;
-mul.lo.u32 d, d, 0x0104;
-and.b32 a, a, 0x81C081C0;
-and.b32 b, b, 0x81C081C0;
-and.b32 c, c, 0x81C081C0;
-and.b32 d, d, 0x81C081C0;
-mul.rn.bf16x2 $0, a, $5;
-mul.rn.bf16x2 $1, b, $5;
-mul.rn.bf16x2 $2, c, $5;
-mul.rn.bf16x2 $3, d, $5;
-}"""
 
 
 def permute(x: jax.Array) -> jax.Array:
@@ -278,7 +257,9 @@ def _decode(codes, scales: jax.Array, matrix: int, half: int) -> jax.Array:
             factor = arith.muli(exponent, registers.i32((1 << 7) | (1 << 23)))
             row = arith.addi(first, registers.i32(8 * below))
             for i, word in enumerate(registers.four_words(codes, row, chunk)):
-                four = mgpu.utils.inline_ptx(_DECODE, word, factor, result_types=(i32,) * 4, has_side_effects=False)
+                four = mgpu.utils.inline_ptx(
+                    registers.UNPACK_E2M1, word, factor, result_types=(i32,) * 4, has_side_effects=False
+                )
                 pairs |= {(4 * i + j, below): pair for j, pair in enumerate(four)}
         return registers.operand(pairs, STEP // 2)
 

@@ -19,6 +19,32 @@ TOKENS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _REGISTERS, COPY_REGISTERS = 64 * 1024 // THREADS, 24
 
 
+# Eight E2M1 codes to four pairs (i, i + 4) of bfloat16. A product moves a code's sign to bit 15 of 16 and its magnitude
+# to bits 8 .. 6: as bfloat16 that is its value times 2^-126 (subnormal or not), which a power of two brings into range
+# exactly.
+UNPACK_E2M1 = """{
+.reg .b32 a, b, c, d, high;
+shr.b32 high, $4, 8;
+and.b32 a, $4, 0x000F000F;
+and.b32 b, $4, 0x00F000F0;
+and.b32 c, high, 0x000F000F;
+and.b32 d, high, 0x00F000F0;
+mul.lo.u32 a, a, 0x1040;
+mul.lo.u32 b, b, 0x0104;
+mul.lo.u32 c, c, 0x1040;
+mul.lo.u32 d, d, 0x0104;
+and.b32 a, a, 0x81C081C0;
+and.b32 b, b, 0x81C081C0;
+and.b32 c, c, 0x81C081C0;
+and.b32 d, d, 0x81C081C0;
+mul.rn.bf16x2 $0, a, $5;
+mul.rn.bf16x2 $1, b, $5;
+mul.rn.bf16x2 $2, c, $5;
+mul.rn.bf16x2 $3, d, $5;
+}"""
+E2M1_EXPONENT = 126
+
+
 def compute_registers(groups: int) -> int:
     """Registers of a thread in each of ``groups`` warpgroups that compute, beside one that copies.
 

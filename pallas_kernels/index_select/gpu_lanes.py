@@ -40,29 +40,8 @@ ld.shared.b32 $8, [$11];
 ld.shared.v4.b32 {$4, $5, $6, $7}, [$10 + %(payload)d];
 ld.shared.b32 $9, [$11 + %(scales)d];
 }"""
-# Eight codes to four pairs (i, i + 4). A product moves a code's sign to bit 15 of 16 and its magnitude to bits 8 .. 6:
-# as bfloat16 that is its value times 2^-126 (subnormal or not), which a power of two brings into range exactly.
-_UNPACK = """{
-.reg .b32 a, b, c, d, high;
-shr.b32 high, $4, 8;
-and.b32 a, $4, 0x000F000F;
-and.b32 b, $4, 0x00F000F0;
-and.b32 c, high, 0x000F000F;
-and.b32 d, high, 0x00F000F0;
-mul.lo.u32 a, a, 0x1040;
-mul.lo.u32 b, b, 0x0104;
-mul.lo.u32 c, c, 0x1040;
-mul.lo.u32 d, d, 0x0104;
-and.b32 a, a, 0x81C081C0;
-and.b32 b, b, 0x81C081C0;
-and.b32 c, c, 0x81C081C0;
-and.b32 d, d, 0x81C081C0;
-mul.rn.bf16x2 $0, a, $5;
-mul.rn.bf16x2 $1, b, $5;
-mul.rn.bf16x2 $2, c, $5;
-mul.rn.bf16x2 $3, d, $5;
-}"""
-_EXPONENT = 126 - 32
+# Keys are 2^-32 times their values.
+_EXPONENT = registers.E2M1_EXPONENT - 32
 # Of a tile in shared memory: for each of two keys of a thread four words of codes, then one of scales.
 _CODE_BYTES, _SCALE_BYTES = 16 * registers.THREADS, 4 * registers.THREADS
 SLOT_WORDS = 2 * (_CODE_BYTES + _SCALE_BYTES) // 4
@@ -176,7 +155,7 @@ def unpack(slot_ref, newer: int) -> jax.Array:
             exponent = arith.minui(arith.addi(scale, i32(_EXPONENT)), i32(254))
             factor = arith.muli(exponent, i32((1 << 7) | (1 << 23)))
             for i, code in enumerate(words[4 * below : 4 * below + 4]):
-                four = _asm(_UNPACK, code, factor, results=4)
+                four = _asm(registers.UNPACK_E2M1, code, factor, results=4)
                 pairs |= {(4 * i + j, below): pair for j, pair in enumerate(four)}
         return registers.operand(pairs, WIDTH)
 
