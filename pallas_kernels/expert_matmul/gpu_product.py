@@ -31,7 +31,7 @@ ROWS = registers.ROWS
 _PROGRAMS = 132
 # Shared memory that a program may use for its pipeline; the rest is for barriers and alignment.
 _SHARED_BYTES = 220 * 1024
-# A decoded weight is 2^-32 times its value: one multiplication has to bring both its scale and what unpacking leaves off.
+# A decoded weight is 2^-32 times its value: one multiplication has to bring its scale and what unpacking leaves off.
 # It is exact for scales in 2^-94 .. 2^33.
 _EXPONENT = registers.E2M1_EXPONENT - 32
 UNSCALE = 2.0**32
