@@ -42,6 +42,17 @@ def einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
+def wide_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x ``[..., in]`` times weight ``[out, in]`` transposed in float32, whatever the two are.
+
+    Products of bfloat16 values are exact in float32, so that a matrix unit may take them as they are: only a mixed pair
+    is widened first.
+    """
+    if x.dtype != weight.dtype:
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    return einsum("...i,oi->...o", x, weight)
+
+
 @jax.custom_jvp
 def _straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
     return rounded

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
-
+from dsv41.checkpoint.placement import flatten_tree
 from dsv41.evaluation.speed import matrix_parameters
 from dsv41.layer_table import Layer, Mode
 from dsv41.model import Model
@@ -84,12 +83,11 @@ def _index_bytes(settings: Settings, layer: Layer, queries: int, context: int) -
 def _weight_bytes(variables: Variables) -> tuple[int, int, int]:
     """Bytes of the routed experts, of all else but the embedding and the head, and of the head."""
     experts = dense = head = 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(variables["params"])[0]:
-        keys = [key.key for key in path]
-        if keys[0] == "head":
+    for path, leaf in flatten_tree(variables["params"]).items():
+        if path[0] == "head":
             head += leaf.nbytes
-        elif "experts" in keys:
+        elif "experts" in path:
             experts += leaf.nbytes
-        elif keys[0] != "embed":
+        elif path[0] != "embed":
             dense += leaf.nbytes
     return experts, dense, head

@@ -39,13 +39,13 @@ class Limits(NamedTuple):
     device: str
 
 
-def machine_limits(dtype: jnp.dtype = jnp.float32, side: int = 2048, read_bytes: int = 2**28) -> Limits:
-    """Measures a reduction over ``read_bytes`` and a product of square matrices of ``side`` rows of ``dtype``."""
-    values = jnp.ones((64, read_bytes // 256), jnp.float32)
-    square = jax.random.normal(jax.random.key(0), (side, side), jnp.float32).astype(dtype)
-    precision = "highest" if square.dtype == jnp.float32 else None
+def machine_limits() -> Limits:
+    """Measures a reduction over 256 MiB and a float32 product of square matrices."""
+    side = 2048
+    values = jnp.ones((64, 2**20), jnp.float32)
+    square = jax.random.normal(jax.random.key(0), (side, side), jnp.float32)
     read = _seconds(jax.jit(lambda x: jnp.max(x, axis=1)), values)
-    product = _seconds(jax.jit(lambda x: jnp.matmul(x, x, precision=precision)), square)
+    product = _seconds(jax.jit(lambda x: jnp.matmul(x, x, precision="highest")), square)
     return Limits(values.nbytes / read, 2 * side**3 / product, jax.devices()[0].device_kind)
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
 
+from dsv41.checkpoint.placement import flatten_tree, unflatten_tree
 from dsv41.config import ModelConfig
 from dsv41.evaluation.floors import step_work
 from dsv41.evaluation.launches import launches
@@ -38,6 +39,7 @@ from pallas_kernels import backend
 from pallas_kernels.benchmark.limits import Limits
 from pallas_kernels.formats import Format, Packed
 
+_ROUTER_BIASES = (("gate", "bias"), ("gate", "bias_vl"))
 # Pages drawn at once.
 _PAGES = 1024
 
@@ -50,12 +52,9 @@ def random_model(config: ModelConfig) -> tuple[Model, Variables]:
     """
     model = Model(Settings.default(one_of_each_group(config)))
     variables = device_random_variables(model, 0)
-
-    def balanced(path: tuple, leaf: jax.Array) -> jax.Array:
-        keys = [key.key for key in path]
-        return jnp.zeros_like(leaf) if keys[-2:] in (["gate", "bias"], ["gate", "bias_vl"]) else leaf
-
-    return model, variables | {"params": jax.tree_util.tree_map_with_path(balanced, variables["params"])}
+    params = flatten_tree(variables["params"])
+    biases = {path: jnp.zeros_like(leaf) for path, leaf in params.items() if path[-2:] in _ROUTER_BIASES}
+    return model, variables | {"params": unflatten_tree(params | biases)}
 
 
 def filled_state(settings: Settings, batch: int, context: int, room: int) -> ModelState:
@@ -170,8 +169,12 @@ def _measure(
     limits: Limits,
     profile: pathlib.Path | None,
 ) -> dict[str, Any]:
-    decode_s = _decode_seconds(model, variables, case, lengths, programs.decode, profile)
-    chunk_s = _chunk_seconds(model, variables, case, lengths, programs.chunk, profile)
+    name = f"{case.back_end}-{case.batch}-{case.context}"
+    traces = (None, None) if profile is None else (profile / f"decode-{name}", profile / f"chunk-{name}")
+    decode = _decoding(model, variables, case, lengths, programs.decode)
+    decode_s = _seconds(decode, lengths.steps, lengths.repeats, traces[0])
+    del decode  # and its state
+    chunk_s = _seconds(_prefilling(model, variables, case, lengths, programs.chunk), 1, lengths.repeats, traces[1])
     decode_floor = step_floor(model, variables, limits, case.batch, 1, case.context)
     chunk_floor = step_floor(model, variables, limits, 1, lengths.chunk, case.context)
     return {
@@ -221,20 +224,14 @@ def _compile(model: Model, variables: Variables, case: Case, lengths: _Lengths) 
         return _Programs(decoding.compile(), chunk.compile(), time.perf_counter() - begin)
 
 
-def _decode_seconds(
-    model: Model,
-    variables: Variables,
-    case: Case,
-    lengths: _Lengths,
-    program: Compiled,
-    profile: pathlib.Path | None,
-) -> float:
+def _decoding(
+    model: Model, variables: Variables, case: Case, lengths: _Lengths, program: Compiled
+) -> Callable[[int], None]:
+    """Runs so many decode steps; they wait for each other, not for the host."""
     active = jnp.ones((case.batch,), bool)
-    state = filled_state(model.settings, case.batch, case.context, lengths.decoded(case) - case.context)
     # Different tokens, which choose different experts.
-    ids = np.random.default_rng(0).integers(3, model.settings.text.vocab_size, case.batch).astype(np.int32)
-    carry = (state, create_sampler(case.batch).replace(pending=jnp.asarray(ids)))
-    del state
+    sampler = create_sampler(case.batch).replace(pending=jnp.asarray(_random_ids(model, case.batch)))
+    carry = (filled_state(model.settings, case.batch, case.context, lengths.decoded(case) - case.context), sampler)
 
     def decode(count: int) -> None:
         nonlocal carry
@@ -242,43 +239,42 @@ def _decode_seconds(
             carry = program(variables, *carry, active)[:2]
         jax.block_until_ready(carry)
 
-    decode(1)
-    times = [_timed(decode, lengths.steps) / lengths.steps for _ in range(lengths.repeats)]
-    if profile is not None:
-        with jax.profiler.trace(str(profile / f"decode-{case.back_end}-{case.batch}-{case.context}")):
-            decode(1)
-    return float(np.median(times))
+    return decode
 
 
-def _chunk_seconds(
-    model: Model,
-    variables: Variables,
-    case: Case,
-    lengths: _Lengths,
-    program: Compiled,
-    profile: pathlib.Path | None,
-) -> float:
-    ids = np.random.default_rng(0).integers(3, model.settings.text.vocab_size, (1, lengths.chunk)).astype(np.int32)
-    tokens = TokenBatch(jnp.asarray(ids), jnp.full(1, lengths.chunk, jnp.int32))
+def _prefilling(
+    model: Model, variables: Variables, case: Case, lengths: _Lengths, program: Compiled
+) -> Callable[[int], None]:
+    """Prefills so many chunks of one request."""
+    tokens = TokenBatch(jnp.asarray(_random_ids(model, lengths.chunk)[None]), jnp.full(1, lengths.chunk, jnp.int32))
     request = jnp.zeros(1, jnp.int32)
     state = filled_state(model.settings, 1, case.context, lengths.prefilled(case) - case.context)
 
-    def prefill() -> None:
+    def prefill(count: int) -> None:
         nonlocal state
-        state, *_ = jax.block_until_ready(program(variables, state, request, tokens))
+        for _ in range(count):
+            state, *_ = program(variables, state, request, tokens)
+        jax.block_until_ready(state)
 
-    prefill()
-    times = [_timed(prefill) for _ in range(lengths.repeats)]
-    if profile is not None:
-        with jax.profiler.trace(str(profile / f"chunk-{case.back_end}-{case.context}")):
-            prefill()
+    return prefill
+
+
+def _random_ids(model: Model, count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(3, model.settings.text.vocab_size, count).astype(np.int32)
+
+
+def _seconds(run: Callable[[int], None], count: int, repeats: int, trace: pathlib.Path | None) -> float:
+    """Median seconds of one of ``count`` steps that :func:`run` makes, after a first; then one more for a trace."""
+    run(1)
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run(count)
+        times.append((time.perf_counter() - begin) / count)
+    if trace is not None:
+        with jax.profiler.trace(str(trace)):
+            run(1)
     return float(np.median(times))
-
-
-def _timed(f: Callable[..., None], *arguments: Any) -> float:
-    begin = time.perf_counter()
-    f(*arguments)
-    return time.perf_counter() - begin
 
 
 def _launches(settings: Settings, name: str, program: Compiled) -> dict[str, int]:

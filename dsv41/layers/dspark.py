@@ -27,7 +27,7 @@ from dsv41.state.ring import Ring
 from pallas_kernels.formats import Packed
 from pallas_kernels.mhc import Update
 from pallas_kernels.products import einsum, narrow, operand_dtype
-from pallas_kernels.sparse_attention.xla import SINK_MARGIN
+from pallas_kernels.sparse_attention.partial import SINK_MARGIN
 
 
 class Bias(NamedTuple):

@@ -10,7 +10,7 @@ from jax import lax
 from dsv41.settings import Settings
 from pallas_kernels.block_linear import block_linear
 from pallas_kernels.formats import DenseFormat
-from pallas_kernels.products import einsum, narrow
+from pallas_kernels.products import narrow, wide_linear
 
 Axes = tuple[str | None, ...]
 
@@ -74,18 +74,7 @@ class WideLinear(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., in]`` to ``[..., out]`` float32."""
-        return matmul(x, self.weight)
-
-
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x ``[..., in]`` times weight ``[out, in]`` transposed in float32, whatever the two are.
-
-    Products of bfloat16 values are exact in float32, so that a matrix unit may take them as they are: only a mixed pair
-    is widened first.
-    """
-    if x.dtype != weight.dtype:
-        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    return einsum("...i,oi->...o", x, weight)
+        return wide_linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):

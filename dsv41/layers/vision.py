@@ -17,9 +17,9 @@ import numpy as np
 from einops import rearrange
 from jax import lax
 
-from dsv41.layers.linear import Axes, declare, matmul
+from dsv41.layers.linear import Axes, declare
 from dsv41.settings import Settings
-from pallas_kernels.products import einsum, narrow
+from pallas_kernels.products import einsum, narrow, wide_linear
 from pallas_kernels.tiling import largest_tile, map_query_tiles
 
 _NORM_EPS = 1e-6  # The vision part's own; the configuration states the text model's only.
@@ -43,7 +43,7 @@ class BiasedLinear(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., in]`` to ``[..., out]`` in x's dtype."""
-        y = matmul(x, self.weight)
+        y = wide_linear(x, self.weight)
         return narrow(y if self.bias is None else y + self.bias.astype(jnp.float32), x.dtype)
 
 

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import backend
+from pallas_kernels.products import wide_linear
 from pallas_kernels.router import xla
 
 # Rows up to which the product is cut, and the part of a program: with 384 experts and a width of 5120 that is a
@@ -73,7 +74,7 @@ def _route(k: int, scale: float, x, weight, bias, image_bias, is_image, valid):
     if x.shape[0] <= _MAX_ROWS and x.shape[1] % _WIDTH == 0:
         parts = product_parts(x, weight)
     else:
-        parts = xla.logits(x, weight)[None]
+        parts = wide_linear(x, weight)[None]
     return choose(parts, bias, image_bias, is_image, valid, k=k, scale=scale)
 
 
@@ -87,7 +88,7 @@ def _backward(k, scale, saved, cotangents):
 
     def again(x, weight):
         # Rows that are nobody's may hold NaN.
-        scores = xla.expert_scores(xla.logits(jnp.where(valid[:, None], x, 0), weight))
+        scores = xla.expert_scores(wide_linear(jnp.where(valid[:, None], x, 0), weight))
         return xla.expert_weights(scores, jnp.where(valid[:, None], experts, 0), scale)
 
     dweights = jnp.where(valid[:, None], cotangents[1], 0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.products import einsum
+from pallas_kernels.products import wide_linear
 
 # Keeps a row whose scores all vanish from dividing by zero.
 TINY = 1e-20
@@ -24,17 +24,10 @@ def route(
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.router.route`."""
-    scores = expert_scores(logits(x, weight))
+    scores = expert_scores(wide_linear(x, weight))
     _, experts = lax.top_k(scores + jnp.where(is_image[:, None], image_bias, bias), k)
     weights = expert_weights(scores, experts, scale)
     return jnp.where(valid[:, None], experts, weight.shape[0]).astype(jnp.int32), weights
-
-
-def logits(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """``[rows, experts]`` float32: products of bfloat16 values are exact, only a mixed pair is widened first."""
-    if x.dtype != weight.dtype:
-        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    return einsum("ri,ei->re", x, weight)
 
 
 def expert_scores(logits: jax.Array) -> jax.Array:
