@@ -24,9 +24,9 @@ _CLOSE = 1e-5
 def cases() -> list[Case]:
     million = 2**20
     decode = (
-        "target: 0.41 ms, three times the time to read the keys. Of it the top-k's kernels, which follow each other on "
-        "8 rows, take some 0.05 ms. The scores' unpacking and sums are some 260 instructions for 16 keys of a warp, "
-        "0.15 ms if one were issued in every cycle. Next: fewer of them, such as one conversion for several codes"
+        "target: three times the time to read the keys. The top-k's kernels follow each other on 8 rows; the scores' "
+        "unpacking and sums are some 260 instructions for 16 keys of a warp. Next: fewer of them, such as one "
+        "conversion for several codes"
     )
     prefill = (
         "target: near the matrix rate. The sum over heads takes half as many cycles as its product and only the other "

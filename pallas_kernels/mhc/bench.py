@@ -58,9 +58,9 @@ def cases() -> list[Case]:
     for tokens, note in (
         (
             4096,
-            "target: 70 % of the copy's bandwidth; missed. The pass over the streams runs at what a copy of their size "
-            "does (129 µs), then the product with fn reads them again (69 µs). Next: Mosaic GPU, the product on tiles "
-            "that are in shared memory to be stored; in Triton both in one kernel took 340 µs and more",
+            "target: 70 % of the copy's bandwidth; missed. The pass over the streams runs at nearly what a copy of "
+            "their size does, then the product with fn reads them again. Next: Mosaic GPU, the product on tiles that "
+            "are in shared memory to be stored; in Triton both in one kernel were slower than the two",
         ),
         (64, "two launches: their latency, and 2 MB of fn"),
         (1, "two launches: their latency, and 2 MB of fn"),

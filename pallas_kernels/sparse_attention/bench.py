@@ -20,8 +20,9 @@ _SAMPLES = 4
 def cases() -> list[Case]:
     prefill_note = "target: 300 TFLOP/s at 1024 queries and more; next: fewer instructions a value unpacked"
     decode_note = (
-        "target: 60 % of the floor; one block has one query, whose tiles pass through two slots. Unpacking and handing "
-        "on a tile take longer than its products; next: one arrival a warp at the barriers, rows listed in the kernel"
+        "target: 60 % of the floor; one block has one query, whose tiles pass through two slots. Fetching and "
+        "unpacking a tile take longer than its products; next: two consumers over disjoint tiles, merged in shared "
+        "memory"
     )
     split_note = "a query's tiles are cut among eight blocks; next: merge their sums in the kernel, not in two launches"
     window_note = "two tiles: nearly all of it is a block's beginning and end"
