@@ -31,18 +31,13 @@ def seconds(f: Callable, argument_sets: Sequence[tuple[Any, ...]], wait: Callabl
     """
     for arguments in argument_sets:
         wait(f(*arguments))
-    begin = time.perf_counter()
-    wait(f(*argument_sets[0]))
-    once = max(time.perf_counter() - begin, 1e-6)
-    count = min(max(int(_SAMPLE_S / once), 1), 200)
-    samples = []
-    for _ in range(_SAMPLES if once < 1 else 1):
-        begin = time.perf_counter()
+
+    def calls(count: int) -> None:
         for i in range(count):
             out = f(*argument_sets[i % len(argument_sets)])
         wait(out)
-        samples.append((time.perf_counter() - begin) / count)
-    return statistics.median(samples)
+
+    return _sampled(calls, most=200)
 
 
 def seconds_in_program(
@@ -81,17 +76,26 @@ def seconds_in_program(
     results = jax.block_until_ready(program(cycle, results))
     check(results[0])
 
-    begin = time.perf_counter()
-    results = jax.block_until_ready(program(cycle, results))
-    once = max(time.perf_counter() - begin, 1e-6)
-    count = min(max(int(_SAMPLE_S / once), 1), 50)
-    samples = []
-    for _ in range(_SAMPLES if once < 1 else 1):
-        begin = time.perf_counter()
+    def runs(count: int) -> None:
+        nonlocal results
         for _ in range(count):
             results = program(cycle, results)
         jax.block_until_ready(results)
-        samples.append((time.perf_counter() - begin) / (count * rounds * len(cycle)))
+
+    return _sampled(runs, most=50) / (rounds * len(cycle))
+
+
+def _sampled(run: Callable[[int], None], most: int) -> float:
+    """Median seconds of one of the runs that ``run`` makes, of which it waits for the last; at most so many at once."""
+    begin = time.perf_counter()
+    run(1)
+    once = max(time.perf_counter() - begin, 1e-6)
+    count = min(max(int(_SAMPLE_S / once), 1), most)
+    samples = []
+    for _ in range(_SAMPLES if once < 1 else 1):
+        begin = time.perf_counter()
+        run(count)
+        samples.append((time.perf_counter() - begin) / count)
     return statistics.median(samples)
 
 

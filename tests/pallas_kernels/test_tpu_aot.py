@@ -188,8 +188,8 @@ def compile_for(chip: str, operation: str, arrays: dict, static: dict, donate: s
         return run.trace(**arrays).lower(lowering_platforms=("tpu",)).compile()
 
 
-# What takes seconds to compile, and the chip that it is compiled for unless every one is asked for (--every-chip):
-# every operation that is named here is compiled for each chip in one of its cases, or in a quicker one.
+# What takes seconds to compile, and the chip that it is compiled for unless every one is asked for (--every-chip, as
+# continuous integration does).
 LONG = {
     "attention, prefill": "v6e",
     "attention, decode": "v5p",

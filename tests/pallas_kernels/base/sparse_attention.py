@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,18 @@ def case(local_fmt=F32, pool_fmt=F32, queries=9, lengths=(10, 3), heads=2, width
         "indices": jnp.asarray(indices, jnp.int32),
         "sink": jnp.asarray(rng.standard_normal(heads), jnp.float32),
     }
+
+
+def gradients(function: Callable[[dict], jax.Array], arrays: dict) -> tuple[jax.Array, ...]:
+    """Of a random weighting of the outputs, to queries, local and pool entries (plain floats) and sink."""
+    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["queries"].shape), jnp.float32)
+
+    def loss(queries, local, pool, sink):
+        changed = {"queries": queries, "local": Packed(local, None), "pool": Packed(pool, None), "sink": sink}
+        return jnp.sum(function(arrays | changed) * cotangent)
+
+    start = (arrays["queries"], arrays["local"].payload, arrays["pool"].payload, arrays["sink"])
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*start)
 
 
 class SparseAttentionTests(OperationTests):
@@ -148,22 +162,13 @@ class SparseAttentionTests(OperationTests):
         if not self.supports_gradient:
             pytest.skip("no gradient on this back end")
         arrays = self.case()
-        cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["queries"].shape), jnp.float32)
         static = {"local_fmt": F32, "pool_fmt": F32, "window": WINDOW, "scale": 0.3, "probability_dtype": jnp.float32}
 
-        def gradients(function):
-            def loss(queries, local, pool, sink):
-                changed = {"queries": queries, "local": Packed(local, None), "pool": Packed(pool, None), "sink": sink}
-                return jnp.sum(function(arrays | changed) * cotangent)
-
-            start = (arrays["queries"], arrays["local"].payload, arrays["pool"].payload, arrays["sink"])
-            return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*start)
-
-        mine = gradients(lambda a: self.run("sparse_attention", a, **static))
+        mine = gradients(lambda a: self.run("sparse_attention", a, **static), arrays)
         # The reference decodes whole pools, poison and all: it gets zeros instead.
         clean = {name: Packed(jnp.nan_to_num(arrays[name].payload), None) for name in ("local", "pool")}
         arrays |= clean
-        wanted = gradients(lambda a: compiled(reference.sparse_attention, a, **static))
+        wanted = gradients(lambda a: compiled(reference.sparse_attention, a, **static), arrays)
         for name, left, right in zip(("queries", "local", "pool", "sink"), mine, wanted, strict=True):
             np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=1e-4, atol=1e-5, err_msg=name)
         np.testing.assert_array_equal(np.asarray(mine[1])[~np.asarray(arrays["local_valid"])], 0)
@@ -210,7 +215,6 @@ class SparseAttentionTests(OperationTests):
             pytest.skip("no gradient on this back end")
         arrays = self.case()
         arrays |= {name: arrays[name].map(jnp.nan_to_num) for name in ("local", "pool")}
-        cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["queries"].shape), jnp.float32)
         static = {"local_fmt": F32, "pool_fmt": F32, "window": WINDOW, "scale": 0.3, "probability_dtype": jnp.float32}
         even = np.arange(arrays["indices"].shape[-1]) % 2 == 0
 
@@ -221,16 +225,9 @@ class SparseAttentionTests(OperationTests):
             parts = [self.run("sparse_attention", arrays | mine, return_partial=True, **static) for mine in chosen]
             return merge_partials(jax.tree.map(lambda *x: jnp.stack(x), *parts), arrays["sink"], jnp.float32)
 
-        def gradients(function):
-            def loss(queries, local, pool, sink):
-                changed = {"queries": queries, "local": Packed(local, None), "pool": Packed(pool, None), "sink": sink}
-                return jnp.sum(function(arrays | changed) * cotangent)
-
-            start = (arrays["queries"], arrays["local"].payload, arrays["pool"].payload, arrays["sink"])
-            return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*start)
-
-        wanted = gradients(lambda a: compiled(reference.sparse_attention, a, **static))
-        for name, left, right in zip(("queries", "local", "pool", "sink"), gradients(merged), wanted, strict=True):
+        wanted = gradients(lambda a: compiled(reference.sparse_attention, a, **static), arrays)
+        mine = gradients(merged, arrays)
+        for name, left, right in zip(("queries", "local", "pool", "sink"), mine, wanted, strict=True):
             np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=1e-4, atol=1e-5, err_msg=name)
 
     @pytest.mark.parametrize(
