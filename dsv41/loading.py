@@ -2,52 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from collections.abc import Callable
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsv41.checkpoint import (
     CheckpointError,
     CheckpointReader,
     LoadProgress,
-    ParameterTree,
     RandomSource,
     TensorSource,
     load_checkpoint,
     random_parameters,
 )
 from dsv41.config import ModelConfig
+from dsv41.declared import abstract_variables
 from dsv41.layers.dspark import Drafter
-from dsv41.model import Model, TokenBatch
-from dsv41.state.request import create_state
-from dsv41.state.ring import create_ring
+from dsv41.model import Model
 from dsv41.steps.prefill import Variables
 from dsv41.tokens.compression import token_map
 from dsv41.tokens.tokenizer import Tokenizer
-from pallas_kernels import backend
 
 TOKEN_MAP_FILE = "token_map.npy"
 """Beside a checkpoint (or one directory above it): compressed ids of a vocabulary that is not the packaged one."""
-
-
-@functools.lru_cache(maxsize=8)
-def declared_variables(model: Model) -> ParameterTree:
-    """The parameters as their modules declare them: shapes and dtypes, boxed with the names of their logical axes."""
-    state = jax.eval_shape(functools.partial(create_state, model.settings, batch=1, pages=1, table_pages=1))
-    batch = TokenBatch(jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
-    init = functools.partial(model.init, method="declare_all")
-    with backend.use("xla"):  # shapes do not depend on it, and kernels take longer to trace
-        return jax.eval_shape(init, jax.random.key(0), state, batch)["params"]
-
-
-def abstract_variables(model: Model) -> ParameterTree:
-    """Shapes and dtypes of the model's parameters as ``jax.ShapeDtypeStruct`` leaves; nothing is allocated."""
-    return nn.meta.unbox(declared_variables(model))
 
 
 def load_variables(
@@ -72,17 +51,6 @@ def load_variables(
     return {"params": params, "constants": {"token_map": _on_first_device(ids)}}
 
 
-@functools.lru_cache(maxsize=8)
-def abstract_drafter(drafter: Drafter) -> ParameterTree:
-    """Shapes and dtypes of the drafter's parameters, see :func:`abstract_variables`."""
-    settings, text = drafter.settings, drafter.settings.text
-    taps = jax.ShapeDtypeStruct((len(text.dspark_target_layer_ids), 1, 1, text.hidden_size), settings.dtype)
-    block = jax.ShapeDtypeStruct((1, text.dspark_block_size, text.hidden_size), settings.dtype)
-    ring = jax.eval_shape(functools.partial(create_ring, settings, text.num_nextn_predict_layers, 1))
-    init = functools.partial(drafter.init, method="declare_all")
-    return nn.meta.unbox(jax.eval_shape(init, jax.random.key(0), taps, block, ring))["params"]
-
-
 def load_drafter(
     drafter: Drafter,
     source: TensorSource,
@@ -90,7 +58,7 @@ def load_drafter(
     stored: ModelConfig | None = None,
 ) -> Variables:
     """The variables of a drafter; arguments and errors as of :func:`load_variables`."""
-    target = {"dspark": abstract_drafter(drafter)}
+    target = {"dspark": abstract_variables(drafter)}
     return {"params": load_checkpoint(source, stored or drafter.settings.config, target, progress)["dspark"]}
 
 

@@ -100,7 +100,7 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens: jax.Array, valid: jax.Array) -> jax.Array:
         """``[batch, query]`` to ``[batch, query, d]``; zeros where not ``valid``, whatever the token there."""
-        rows = self.weight[jnp.where(valid, tokens, 0)]
+        rows = self.settings.parallel.rows(self.weight, jnp.where(valid, tokens, 0), "vocab")
         return jnp.where(valid[..., None], rows, 0)
 
 
@@ -216,7 +216,7 @@ class Model(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """``[..., d]`` to ``[..., vocab]`` float32."""
-        return self.head(hidden)
+        return self.settings.parallel.gather(self.head(hidden), "vocab", axis=-1)
 
     def _project(self, flow: Flow, projections: dict, step: Step) -> tuple[Flow, dict]:
         """Writes the decoder's global entries of the encoder outputs in ``flow`` (mixed and normed by its source)."""

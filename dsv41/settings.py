@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from dsv41.config import ModelConfig, TextConfig
 from dsv41.layer_table import LayerTable, layer_table
 from dsv41.numerics.rounding import Formats, RoundingPolicy
+from dsv41.sharding.parallel import SINGLE, Parallel
 
 _PAGE_TOKENS = 64
 
@@ -27,6 +28,8 @@ class Settings:
       page_tokens: tokens of one memory page; a multiple of every compression ratio.
       engram_in_step: True has Engram's tables among the parameters, and steps look up in them. False leaves them to
         :mod:`dsv41.engram`: steps are given the rows.
+      parallel: the mesh that steps run on, one program a device; modules then declare one device's part of each
+        parameter. :attr:`whole` has the same model undivided.
     """
 
     config: ModelConfig
@@ -34,6 +37,7 @@ class Settings:
     packed_weights: bool
     page_tokens: int
     engram_in_step: bool = True
+    parallel: Parallel = SINGLE
 
     def __post_init__(self):
         for ratio in self.table.ratios:
@@ -49,7 +53,7 @@ class Settings:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.config, self.policy, self.packed_weights, self.page_tokens, self.engram_in_step))
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @classmethod
     def default(
@@ -74,6 +78,11 @@ class Settings:
             page_tokens = -(-_PAGE_TOKENS // step) * step
         packed = config.quantization is not None if packed_weights is None else packed_weights
         return cls(config, RoundingPolicy.for_config(config, cache_rounding), packed, page_tokens, engram_in_step)
+
+    @functools.cached_property
+    def whole(self) -> Settings:
+        """The same on one device: what checkpoints and declarations of whole parameters go by."""
+        return dataclasses.replace(self, parallel=SINGLE)
 
     @property
     def text(self) -> TextConfig:

@@ -23,9 +23,11 @@ PAGE_TOKENS = 8
 # Optimised code takes longer to compile, and these small models hardly run faster by it: LLVM optimises nothing here.
 # XLA has no unoptimised code for GPUs. (Fusions emitted without MLIR would compile sooner still, but they round
 # differently in different programs, and some are compared bit for bit.)
+# Eight devices, of which only tests of meshes use more than the first.
+_DEVICES = "--xla_force_host_platform_device_count=8"
 _FAST_COMPILING = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 if not pathlib.Path("/dev/nvidiactl").exists():
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILING}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES} {_FAST_COMPILING}"
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled")
 )

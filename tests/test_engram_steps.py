@@ -16,7 +16,7 @@ from dsv41.engram.addresses import NgramHistory
 from dsv41.engram.feed import EngramFeed
 from dsv41.engram.loading import TABLE_KINDS, open_tables
 from dsv41.inference.prefill import ImageSpan, PrefillOptions, prefill
-from dsv41.loading import abstract_variables
+from dsv41.declared import abstract_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.steps.acceptance import Rule

@@ -430,6 +430,6 @@ def test_later_chunks_compile_nothing_new():
     def compiled_after(tokens: int) -> int:
         prompts = [random_tokens(1, tokens).tolist()] * SLOTS
         encode_prompts(model, variables, fresh_state(model.settings), ALL_SLOTS, prompts, options)
-        return encode_chunk._cache_size()
+        return encode_chunk.compiled_programs()
 
     assert compiled_after(WIDTH) == compiled_after(2 * WIDTH + 2)

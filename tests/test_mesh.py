@@ -13,7 +13,8 @@ from dsv41.config import load_config
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.sharding.mesh import PRESETS, load_preset, parse_preset
-from dsv41.sharding.parameters import device_bytes, parameter_partitions
+from dsv41.declared import parameter_partitions
+from dsv41.sharding.parameters import device_bytes
 from dsv41.sharding.rules import AXES, DEFAULT_RULES, MeshError, part_shape, partition
 
 OFFICIAL = pathlib.Path(__file__).parents[1] / "configs" / "deepseek-v4.1-flash"
@@ -35,18 +36,18 @@ def test_presets_are_the_chips_they_are_for():
 
 
 def test_every_parameter_of_the_official_model_fits_every_preset(official):
-    whole = sum(device_bytes(official, load_preset("gpu-1")).values())
+    whole = sum(device_bytes(official, load_preset("gpu-1").sizes).values())
     for name in NAMES:
         preset = load_preset(name)
-        sizes = device_bytes(official, preset)
+        sizes = device_bytes(official, preset.sizes)
         # What is replicated makes the parts larger than a fair share, but never smaller.
         assert whole / preset.devices <= sum(sizes.values()) <= whole
-        experts = device_bytes(official, load_preset("gpu-1"))["experts"]
+        experts = device_bytes(official, load_preset("gpu-1").sizes)["experts"]
         assert sizes["experts"] * preset.axes["expert"] * preset.axes["tensor"] == experts
 
 
 def test_parameters_lie_where_the_rules_say(official):
-    specs = parameter_partitions(official, load_preset("v6e-16x16"))
+    specs = parameter_partitions(official, load_preset("v6e-16x16").sizes)
     assert specs["head"]["weight"] == PartitionSpec("tensor", None)
     assert specs["engram_table_1"]["weight"] == PartitionSpec(("expert", "tensor"), None)
     block = specs["encoder"]["groups_0"]["runs_0"]
@@ -60,10 +61,10 @@ def test_parameters_lie_where_the_rules_say(official):
 
 def test_what_does_not_fit_is_refused_with_both_names(official):
     with pytest.raises(MeshError, match=r"experts of 384 is not divisible by mesh axes expert 5"):
-        parameter_partitions(official, parse_preset("five", {"axes": {"expert": 5}}))
+        parameter_partitions(official, parse_preset("five", {"axes": {"expert": 5}}).sizes)
     both = {"axes": {"tensor": 2}, "rules": {"experts": ["tensor"]}}
     with pytest.raises(MeshError, match="'experts' and 'expert_mlp' both lie on mesh axis 'tensor'"):
-        parameter_partitions(official, parse_preset("both", both))
+        parameter_partitions(official, parse_preset("both", both).sizes)
     with pytest.raises(MeshError, match=r"o_groups of 8 .* tensor 16"):
         partition("wo", ["o_groups"], [8], {"tensor": 16}, DEFAULT_RULES)
     with pytest.raises(MeshError, match="logical axis 'nobody' has no rule"):

@@ -12,7 +12,7 @@ import pytest
 from dsv41.checkpoint import abstract_parameters
 from dsv41.checkpoint.placement import flatten_tree
 from dsv41.config import load_config
-from dsv41.loading import abstract_variables
+from dsv41.declared import abstract_variables
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
 from dsv41.state.request import create_state

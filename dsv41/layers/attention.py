@@ -45,9 +45,10 @@ class GroupedOutput(nn.Module):
         self.weight, self.scale = declare_matrix(self, self.settings, shape, ("o_groups", None), quantised=True)
 
     def __call__(self, heads: jax.Array) -> jax.Array:
-        """``[batch, query, heads, head_dim]`` to ``[batch, query, o_groups · o_lora]``."""
+        """``[batch, query, heads, head_dim]`` to ``[batch, query, o_groups · o_lora]``, of this device's heads."""
         x = rearrange(heads, "b s h d -> b s (h d)")
-        unrounded, groups = DenseFormat(x.dtype.name), self.settings.text.o_groups
+        unrounded = DenseFormat(x.dtype.name)
+        groups = self.settings.parallel.part("o_groups", self.settings.text.o_groups)
         return block_linear(x, self.weight, self.scale, activation_fmt=unrounded, groups=groups)
 
 
@@ -129,9 +130,12 @@ class Attention(nn.Module):
         return flow, AttentionOutput(self.output(heads, rope), entries)
 
     def queries(self, x: jax.Array, rope: RotaryTable) -> tuple[jax.Array, jax.Array]:
-        """Rotated queries ``[batch, query, heads, head_dim]`` of ``[batch, query, d]``, and their low-rank form."""
+        """Rotated queries ``[batch, query, heads, head_dim]`` of ``[batch, query, d]``, and their low-rank form.
+
+        The heads are this device's.
+        """
         low_rank = self.q_norm(self.wq_a(x))
-        queries = rearrange(self.wq_b(low_rank), "b s (h d) -> b s h d", h=self.settings.text.num_attention_heads)
+        queries = rearrange(self.wq_b(low_rank), "b s (h d) -> b s h d", d=self.settings.text.head_dim)
         return rotate(queries, _over_heads(rope)), low_rank
 
     def window_entries(self, x: jax.Array, rope: RotaryTable) -> Packed:
@@ -140,7 +144,8 @@ class Attention(nn.Module):
 
     def output(self, heads: jax.Array, rope: RotaryTable) -> jax.Array:
         """The heads' outputs ``[batch, query, heads, head_dim]``, rotated back, to ``[batch, query, d]``."""
-        return self.wo_b(self.wo_a(rotate(heads, _over_heads(rope), inverse=True)))
+        y = self.wo_b(self.wo_a(rotate(heads, _over_heads(rope), inverse=True)))
+        return self.settings.parallel.sum(y, "o_groups")
 
 
 def _over_heads(rope: RotaryTable) -> RotaryTable:

@@ -48,7 +48,7 @@ class MarkovEmbedding(nn.Module):
         self.weight = declare(self, "weight", shape, self.settings.dtype, ("vocab", None))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.weight[tokens]
+        return self.settings.parallel.rows(self.weight, tokens, "vocab")
 
 
 class MarkovHead(nn.Module):
@@ -64,7 +64,7 @@ class MarkovHead(nn.Module):
     def __call__(self, tokens: jax.Array) -> Bias:
         """Tokens int32 ``[...]``."""
         embedding = self.embed(tokens)
-        return Bias(self.head(embedding), embedding)
+        return Bias(self.settings.parallel.gather(self.head(embedding), "vocab", axis=-1), embedding)
 
 
 class ConfidenceHead(nn.Module):

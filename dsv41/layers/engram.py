@@ -58,7 +58,8 @@ class TableParameter(nn.Module):
 
     def __call__(self, ids: jax.Array) -> Packed:
         """Rows of ids ``[...]``, as stored: leaves ``[..., width']``."""
-        return Packed(self.weight[ids], None if self.scale is None else self.scale[ids])
+        table = Packed(self.weight, self.scale)
+        return table.map(lambda leaf: self.settings.parallel.rows(leaf, ids, "engram_rows", spread="batch"))
 
 
 class Engram(nn.Module):

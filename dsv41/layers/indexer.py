@@ -37,11 +37,12 @@ class Indexer(nn.Module):
 
     def queries(self, x: jax.Array, low_rank: jax.Array, step: Step) -> tuple[jax.Array, jax.Array]:
         """Rounded index queries ``[batch, query, index_heads, index_head_dim]`` and head weights (float32)."""
-        text = self.settings.text
-        q = rearrange(self.wq_b(low_rank), "b s (h d) -> b s h d", h=text.index_n_heads)
+        text, parallel = self.settings.text, self.settings.parallel
+        q = rearrange(self.wq_b(low_rank), "b s (h d) -> b s h d", d=text.index_head_dim)
         q = rotate(q, jax.tree.map(lambda t: t[:, :, None], step.rope_csa))
-        q = self.settings.formats.index_queries.round(q)
-        weights = self.weights_proj(x).astype(jnp.float32)
+        # A score is a sum over all heads: they come together before it is taken.
+        q = parallel.gather(self.settings.formats.index_queries.round(q), "index_heads", axis=2)
+        weights = parallel.gather(self.weights_proj(x).astype(jnp.float32), "index_heads", axis=2)
         return q, weights * (text.index_head_dim**-0.5 * text.index_n_heads**-0.5)
 
     def select(self, x: jax.Array, low_rank: jax.Array, flow: Flow, inputs: LayerInputs, step: Step) -> Flow:

@@ -16,11 +16,12 @@ Axes = tuple[str | None, ...]
 
 
 def declare(module: nn.Module, name: str, shape: tuple[int, ...], dtype: jnp.dtype, axes: Axes) -> jax.Array:
-    """Declares a parameter with its logical axes.
+    """Declares a parameter with its logical axes: this device's part of the whole ``shape``.
 
     Initial values are zeros: real ones come from a checkpoint or from :mod:`dsv41.checkpoint.random`, which
     fill the tree that these declarations describe.
     """
+    shape = module.settings.parallel.shape(name, axes, shape)
     return module.param(name, nn.with_logical_partitioning(nn.initializers.zeros, axes), shape, dtype)
 
 

@@ -12,6 +12,7 @@ from einops import rearrange
 
 from dsv41.layers.linear import Linear, declare
 from dsv41.settings import Settings
+from dsv41.sharding.experts import over_experts
 from pallas_kernels.expert_matmul import ExpertWeights, expert_matmul
 from pallas_kernels.formats import FP4_E8M0
 from pallas_kernels.products import narrow
@@ -34,9 +35,9 @@ class Router(nn.Module):
 
     def setup(self):
         shape = (self.num_experts, self.settings.text.hidden_size)
-        self.weight = declare(self, "weight", shape, self.settings.dtype, ("experts", "embed"))
-        self.bias = declare(self, "bias", (self.num_experts,), jnp.float32, ("experts",))
-        self.bias_vl = declare(self, "bias_vl", (self.num_experts,), jnp.float32, ("experts",))
+        self.weight = declare(self, "weight", shape, self.settings.dtype, (None, "embed"))
+        self.bias = declare(self, "bias", (self.num_experts,), jnp.float32, (None,))
+        self.bias_vl = declare(self, "bias_vl", (self.num_experts,), jnp.float32, (None,))
 
     def __call__(self, x: jax.Array, is_image: jax.Array, valid: jax.Array | None = None) -> Routing:
         """Routes ``[batch, query, d]``; positions with ``is_image`` [batch, query] choose by the image bias.
@@ -114,27 +115,31 @@ class Experts(nn.Module):
     def __call__(
         self, x: jax.Array, routing: Routing, stacked: ExpertMatrices | None = None, layer: jax.Array | None = None
     ) -> jax.Array:
-        """Σ over the chosen experts for rows ``[rows, d]``: ``[rows, d]`` float32.
+        """Σ over the chosen experts for rows ``[rows, d]``: ``[rows, d]`` float32, of this device's inner columns.
 
         Args:
           stacked: matrices of several layers, of which ``layer`` is read; None: this module's own.
         """
         w1, w3, w2 = (self.w1(), self.w3(), self.w2()) if stacked is None else stacked
-        return expert_matmul(
-            x,
-            routing.experts,
-            routing.weights,
-            w1,
-            w3,
-            w2,
-            layer=None if stacked is None else layer,
-            limit=self.settings.text.swiglu_limit,
-            activation_fmt=self.settings.formats.activations,
-        )
+
+        def own(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+            return expert_matmul(
+                x,
+                experts,
+                weights,
+                w1,
+                w3,
+                w2,
+                layer=None if stacked is None else layer,
+                limit=self.settings.text.swiglu_limit,
+                activation_fmt=self.settings.formats.activations,
+            )
+
+        return over_experts(self.settings.parallel, x, routing.experts, routing.weights, self.num_experts, own)
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token passes, without a routing weight."""
+    """The expert that every token passes, without a routing weight; of its inner columns this device's."""
 
     settings: Settings
 
@@ -179,4 +184,6 @@ class MixtureOfExperts(nn.Module):
         routing = self.gate(x, is_image, valid)
         flat = Routing(*(rearrange(r, "b s k -> (b s) k") for r in routing))
         y = self.experts(rearrange(x, "b s d -> (b s) d"), flat, stacked, layer).reshape(x.shape)
-        return narrow(y + self.shared_experts(x).astype(jnp.float32), x.dtype), routing
+        y = narrow(y + self.shared_experts(x).astype(jnp.float32), x.dtype)
+        # Routed and shared experts have their inner columns divided alike: one sum serves both.
+        return self.settings.parallel.sum(y, "mlp"), routing

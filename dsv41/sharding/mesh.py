@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from dsv41.sharding.parallel import Parallel
 from dsv41.sharding.rules import AXES, DEFAULT_RULES, MeshError
 
 PRESETS = pathlib.Path(__file__).parents[1] / "data" / "meshes"
@@ -37,6 +38,15 @@ class MeshPreset:
     @property
     def devices(self) -> int:
         return math.prod(self.axes.values())
+
+    @property
+    def sizes(self) -> Parallel:
+        """Axes and rules without devices: enough for shapes."""
+        return Parallel.of(self.axes, self.rules)
+
+    def parallel(self, devices: Sequence[jax.Device] | None = None) -> Parallel:
+        """What the modules of a sharded model are given. Raises as :meth:`mesh`."""
+        return Parallel.of(self.axes, self.rules, self.mesh(devices))
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """The mesh over these devices (default: all that there are).

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from dsv41.model import Model, TokenBatch
+from dsv41.sharding.steps import GATHERED, REQUESTS, STATE, VARIABLES, sharded_step
 from dsv41.state.request import ModelState
 from dsv41.steps.prefill import Variables, decode_and_commit, encode_and_commit
 from dsv41.steps.sampling import Sampler, sample
@@ -22,7 +21,7 @@ def forward_tokens(
     return state, model.apply(variables, decoded.hidden, method="logits")
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@sharded_step(1, (2,), (VARIABLES, STATE, REQUESTS, REQUESTS), (STATE, REQUESTS))
 def decode_step(
     model: Model, variables: Variables, state: ModelState, tokens: jax.Array, active: jax.Array
 ) -> tuple[ModelState, jax.Array]:
@@ -41,7 +40,7 @@ def decode_step(
     return state, logits[:, 0]
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+@sharded_step(1, (2, 3), (VARIABLES, STATE, REQUESTS, REQUESTS), (STATE, REQUESTS, GATHERED))
 def generate_step(
     model: Model, variables: Variables, state: ModelState, sampler: Sampler, active: jax.Array
 ) -> tuple[ModelState, Sampler, jax.Array]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -11,6 +9,7 @@ from jax import lax
 
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
+from dsv41.sharding.steps import DRAFTER_VARIABLES, GATHERED, LAYERED, REQUESTS, RING, VARIABLES, sharded_step
 from dsv41.state.ring import Ring, write_ring
 from dsv41.steps.prefill import Variables
 from dsv41.steps.sampling import Sampler, draw, probabilities
@@ -47,7 +46,7 @@ def feed_drafter(
     return write_ring(ring, drafter.apply(variables, taps, positions, method="entries"), start, count)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@sharded_step(1, (2,), (DRAFTER_VARIABLES, RING, REQUESTS, LAYERED, REQUESTS, REQUESTS), RING)
 def seed_drafter(
     drafter: Drafter,
     variables: Variables,
@@ -87,7 +86,12 @@ def draft_block(
     return hidden, model.apply(variables, normed, method="logits")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+@sharded_step(
+    3,
+    (5,),
+    (VARIABLES, DRAFTER_VARIABLES, RING, LAYERED, REQUESTS, REQUESTS, REQUESTS, REQUESTS),
+    (RING, Drafts(REQUESTS, REQUESTS, GATHERED)),
+)
 def draft_step(
     model: Model,
     drafter: Drafter,

@@ -8,13 +8,12 @@ The global memory is the same bytes in both.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from dsv41.layers.engram import EngramRows
 from dsv41.model import Decoded, Model, TokenBatch
+from dsv41.sharding.steps import LAYERED, REQUESTS, STATE, VARIABLES, sharded_step
 from dsv41.state.request import (
     ModelState,
     Segment,
@@ -56,7 +55,12 @@ def decode_and_commit(
     return commit_decoder(state, decoded.entries, segment.start, segment.count), decoded
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 4))
+@sharded_step(
+    1,
+    (2, 4),
+    (VARIABLES, STATE, REQUESTS, REQUESTS, REQUESTS, REQUESTS, REQUESTS),
+    (STATE, REQUESTS),
+)
 def encode_chunk(
     model: Model,
     variables: Variables,
@@ -85,7 +89,7 @@ def encode_chunk(
     return update_requests(state, rows, part), extend_segment(tail, segment)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@sharded_step(1, (2,), (VARIABLES, STATE, REQUESTS, REQUESTS, REQUESTS), (STATE, REQUESTS, LAYERED))
 def replay_decoder(
     model: Model,
     variables: Variables,
@@ -109,7 +113,7 @@ def replay_decoder(
     return update_requests(state, rows, part), logits, decoded.taps
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@sharded_step(1, (2,), (VARIABLES, STATE, REQUESTS, REQUESTS, REQUESTS), (STATE, REQUESTS, LAYERED))
 def exact_chunk(
     model: Model,
     variables: Variables,

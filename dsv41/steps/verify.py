@@ -10,13 +10,13 @@ token: one beyond a request's length is invisible and is written again before it
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dsv41.model import Decoded, Model, TokenBatch
+from dsv41.sharding.steps import GATHERED, LAYERED, REQUESTS, STATE, VARIABLES, sharded_step
 from dsv41.state.request import EncoderDelta, ModelState, Segment, commit_decoder, commit_encoder
 from dsv41.steps.acceptance import Rule, verify_tokens
 from dsv41.steps.prefill import Variables
@@ -41,7 +41,12 @@ class Verification(NamedTuple):
     taps: jax.Array
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+@sharded_step(
+    2,
+    (3, 4),
+    (VARIABLES, STATE, REQUESTS, REQUESTS, REQUESTS, REQUESTS, REQUESTS),
+    (STATE, REQUESTS, Verification(GATHERED, GATHERED, REQUESTS, GATHERED, LAYERED)),
+)
 def verify_step(
     model: Model,
     rule: Rule,

@@ -1,0 +1,76 @@
+"""The parameters that modules declare: their shapes, dtypes and logical axes, and what that means on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import meta
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dsv41.checkpoint.placement import ParameterTree, Path, flatten_tree, unflatten_tree
+from dsv41.layers.dspark import Drafter
+from dsv41.model import Model, TokenBatch
+from dsv41.sharding.parallel import Parallel
+from dsv41.state.request import create_state
+from dsv41.state.ring import create_ring
+from pallas_kernels import backend
+
+
+def declared_variables(model: Model | Drafter) -> ParameterTree:
+    """The whole parameters as their modules declare them: shapes and dtypes, boxed with names of logical axes."""
+    return _declared(dataclasses.replace(model, settings=model.settings.whole))
+
+
+@functools.lru_cache(maxsize=8)
+def _declared(model: Model | Drafter) -> ParameterTree:
+    with backend.use("xla"):  # shapes do not depend on it, and kernels take longer to trace
+        return jax.eval_shape(
+            functools.partial(model.init, method="declare_all"), jax.random.key(0), *_arguments(model)
+        )["params"]
+
+
+def _arguments(model: Model | Drafter) -> tuple[Any, ...]:
+    settings, text = model.settings, model.settings.text
+    if isinstance(model, Drafter):
+        taps = jax.ShapeDtypeStruct((len(text.dspark_target_layer_ids), 1, 1, text.hidden_size), settings.dtype)
+        block = jax.ShapeDtypeStruct((1, text.dspark_block_size, text.hidden_size), settings.dtype)
+        return taps, block, jax.eval_shape(lambda: create_ring(settings, text.num_nextn_predict_layers, 1))
+    state = jax.eval_shape(functools.partial(create_state, settings, batch=1, pages=1, table_pages=1))
+    return state, TokenBatch(jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
+
+
+def abstract_variables(model: Model | Drafter) -> ParameterTree:
+    """Shapes and dtypes of the parameters as ``jax.ShapeDtypeStruct`` leaves; nothing is allocated.
+
+    On a mesh they say where they lie, and dimensions that parts need not divide (rows of Engram's tables) are rounded
+    up so that they do.
+    """
+    parallel = model.settings.parallel
+    if parallel.mesh is None:
+        return nn.meta.unbox(declared_variables(model))
+    leaves = {}
+    for path, leaf in flatten_tree(declared_variables(model)).items():
+        spec = _partition(path, leaf, parallel)
+        part = parallel.shape("/".join(path), leaf.names, leaf.value.shape)
+        shape = tuple(n * parallel.divided(places) for n, places in zip(part, spec, strict=True))
+        leaves[path] = jax.ShapeDtypeStruct(shape, leaf.value.dtype, sharding=NamedSharding(parallel.mesh, spec))
+    return unflatten_tree(leaves)
+
+
+def parameter_partitions(model: Model | Drafter, parallel: Parallel) -> ParameterTree:
+    """The ``PartitionSpec`` of each parameter, from the logical axes that its module declares.
+
+    Raises:
+      MeshError: a parameter does not fit the mesh; names the parameter and both axes.
+    """
+    declared = flatten_tree(declared_variables(model))
+    return unflatten_tree({path: _partition(path, leaf, parallel) for path, leaf in declared.items()})
+
+
+def _partition(path: Path, leaf: meta.AxisMetadata, parallel: Parallel) -> PartitionSpec:
+    return parallel.partition("/".join(path), leaf.names, leaf.value.shape)

@@ -1,0 +1,118 @@
+"""What a module inside a sharded step knows of the mesh: sizes of its own part, and the collectives that join parts.
+
+Steps run as one program a device (``jax.shard_map``), since the kernels cannot be divided by a compiler. A module
+asks by *logical* axis; the rule table says which mesh axes that means. Where none of them is larger than 1, as on one
+device, every method returns its argument: there is one implementation of a layer, not one for each kind of machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from dsv41.sharding.rules import DEFAULT_RULES, part_shape, partition
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """The axes and rules of a mesh, hashable.
+
+    Attributes:
+      axes: sizes of mesh axes; those that are missing have size 1.
+      rules: mesh axes of each logical axis, outermost first.
+      mesh: the devices; None where only sizes matter.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+    rules: tuple[tuple[str, tuple[str, ...]], ...] = tuple(DEFAULT_RULES.items())
+    mesh: Mesh | None = None
+
+    @classmethod
+    def of(cls, axes: Mapping[str, int], rules: Mapping[str, tuple[str, ...]], mesh: Mesh | None = None) -> Parallel:
+        """From mappings."""
+        return cls(tuple(axes.items()), tuple(rules.items()), mesh)
+
+    def places(self, logical: str) -> tuple[str, ...]:
+        """The mesh axes, larger than 1, that a logical axis is divided over."""
+        sizes = dict(self.axes)
+        return tuple(axis for axis in dict(self.rules)[logical] if sizes.get(axis, 1) > 1)
+
+    def divided(self, places: str | Sequence[str] | None) -> int:
+        """Into how many parts these mesh axes divide."""
+        sizes = dict(self.axes)
+        return math.prod(sizes.get(axis, 1) for axis in ((places,) if isinstance(places, str) else places or ()))
+
+    def parts(self, logical: str) -> int:
+        """Into how many parts a logical axis is divided."""
+        return self.divided(self.places(logical))
+
+    def part(self, logical: str, size: int) -> int:
+        """Size of one part of an axis of this whole size, which the parts divide."""
+        return size // self.parts(logical)
+
+    def spec(self, *logical: str | None) -> PartitionSpec:
+        """The partition of an array with these leading logical axes."""
+        return PartitionSpec(*(name and (self.places(name) or None) for name in logical))
+
+    def partition(self, what: str, logical: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+        """See :func:`~dsv41.sharding.rules.partition`."""
+        return partition(what, logical, shape, dict(self.axes), dict(self.rules))
+
+    def shape(self, what: str, logical: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
+        """One device's part of an array, rounded up; arguments and errors as of :meth:`partition`."""
+        return part_shape(shape, self.partition(what, logical, shape), dict(self.axes))
+
+    def index(self, logical: str) -> jax.Array:
+        """Which part this device has, int32."""
+        places = self.places(logical)
+        return lax.axis_index(places) if places else jnp.int32(0)
+
+    def sum(self, x: jax.Array, logical: str) -> jax.Array:
+        """The sum over the parts of a logical axis, on each of them."""
+        places = self.places(logical)
+        return lax.psum(x, places) if places else x
+
+    def rows(self, table: jax.Array, ids: jax.Array, logical: str, spread: str | None = None) -> jax.Array:
+        """Rows of a table that is divided along its first axis, to the bit.
+
+        Args:
+          table: this device's part ``[rows of a part, ...]``.
+          ids: int32 ``[batch, ...]``, rows of the whole table.
+          logical: the axis that the table's rows are divided over.
+          spread: the axis that ids are divided over; None: every part asks for the same rows.
+        """
+        places = self.places(logical)
+        if not places:
+            return table[ids]
+        asked = ids if spread is None else self.gather(ids, spread, axis=0)
+        local = asked - self.index(logical) * table.shape[0]
+        own = (local >= 0) & (local < table.shape[0])
+        found = table[jnp.where(own, local, 0)]
+        # Summed as integers, of which all but one are zero: a sum of floats would lose −0 and the bits of NaN.
+        bits = found if found.dtype == jnp.uint8 else lax.bitcast_convert_type(found, _unsigned(found.dtype))
+        bits = jnp.where(jnp.expand_dims(own, tuple(range(own.ndim, bits.ndim))), bits, 0)
+        scattered = () if spread is None else self.places(spread)
+        if scattered:
+            bits = lax.psum_scatter(bits, scattered, scatter_dimension=0, tiled=True)
+        rest = tuple(axis for axis in places if axis not in scattered)
+        bits = lax.psum(bits, rest) if rest else bits
+        return bits if found.dtype == jnp.uint8 else lax.bitcast_convert_type(bits, found.dtype)
+
+    def gather(self, x: jax.Array, logical: str, axis: int) -> jax.Array:
+        """The parts of an array along ``axis``, joined in order, on each of them."""
+        places = self.places(logical)
+        return lax.all_gather(x, places, axis=axis % x.ndim, tiled=True) if places else x
+
+
+def _unsigned(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+
+
+SINGLE = Parallel()
+"""One device."""

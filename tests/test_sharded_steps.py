@@ -1,0 +1,116 @@
+"""Steps on meshes of eight pretended devices, against the same steps on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dsv41.declared import abstract_variables
+from dsv41.model import Model, TokenBatch
+from dsv41.sharding.mesh import MeshPreset, parse_preset
+from dsv41.sharding.steps import state_spec
+from dsv41.state.request import ModelState, create_state
+from dsv41.steps.decode import decode_step
+from dsv41.steps.prefill import exact_chunk
+from tests.helpers import mini8_config, random_model, with_text
+
+# mini8 with as many heads, groups and experts as eight devices want, in a layout that is quick to compile.
+WIDE = {
+    "num_attention_heads": 8,
+    "o_groups": 8,
+    "n_routed_experts": 16,
+    "num_hidden_layers": 4,
+    "num_nextn_predict_layers": 0,
+    "compress_ratios": (2, 2, 1, 1),
+    "kv_source_layer_ids": (0, 2),
+    "index_source_layer_ids": (0, 2, 3),
+    "candidate_source_layer_id": 2,
+    "engram_layer_ids": (1,),
+    "dspark_target_layer_ids": (),
+}
+SLOTS, TABLE_PAGES, CHUNK, STEPS = 8, 16, 32, 4
+MESHES = (
+    {"expert": 8},
+    {"tensor": 8},
+    {"data": 8},
+    {"data": 2, "expert": 2, "tensor": 2},
+)
+
+
+def meshed(model: Model, axes: dict[str, int]) -> Model:
+    """The model divided over the first devices."""
+    preset = parse_preset("test", {"axes": axes})
+    parallel = preset.parallel(jax.devices()[: preset.devices])
+    return Model(dataclasses.replace(model.settings, parallel=parallel))
+
+
+def divided(model: Model, variables: dict) -> dict:
+    """Variables of one device on the model's mesh, tables padded to whole parts."""
+
+    def put(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+        padding = [(0, new - old) for old, new in zip(leaf.shape, target.shape, strict=True)]
+        return jax.device_put(np.pad(np.asarray(leaf), padding), target.sharding)
+
+    return variables | {"params": jax.tree.map(put, variables["params"], abstract_variables(model))}
+
+
+def fresh(model: Model) -> ModelState:
+    """Every request holds its own pages, in an order of its own; numbers count from its part of the pool."""
+    parallel = model.settings.parallel
+    shards = parallel.parts("batch")
+    state = create_state(model.settings.whole, SLOTS, SLOTS * TABLE_PAGES, TABLE_PAGES)
+    each = SLOTS // shards * TABLE_PAGES
+    table = [np.random.default_rng(shard).permutation(each) for shard in range(shards)]
+    return state.replace(page_table=jnp.asarray(np.concatenate(table).reshape(SLOTS, TABLE_PAGES), jnp.int32))
+
+
+@functools.cache
+def rollout(model: Model, variables_of: tuple) -> list[np.ndarray]:
+    """Logits of a chunk of every request and of some decode steps, one request inactive in between."""
+    variables = dict(variables_of[0].value)
+    state = fresh(model)
+    rng = np.random.default_rng(0)
+    vocab = model.settings.text.vocab_size
+    count = np.array([CHUNK, 1, 7, 20, 31, 16, 2, 9], np.int32)
+    shards = model.settings.parallel.parts("batch")
+    rows = np.tile(np.arange(SLOTS // shards, dtype=np.int32), shards)
+    batch = TokenBatch(rng.integers(0, vocab, (SLOTS, CHUNK)).astype(np.int32), count)
+    state, logits, _ = exact_chunk(model, variables, state, rows, batch)
+    out = [np.asarray(logits)]
+    for i in range(STEPS):
+        active = np.arange(SLOTS) != i
+        state, logits = decode_step(model, variables, state, rng.integers(0, vocab, SLOTS).astype(np.int32), active)
+        out.append(np.asarray(logits)[active])
+    return out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Held:
+    """A tree as an argument of a cached function."""
+
+    value: dict
+
+
+@pytest.fixture(scope="module")
+def wide() -> tuple[Model, dict]:
+    return random_model(False, **WIDE)
+
+
+@pytest.fixture(scope="module")
+def single(wide) -> list[np.ndarray]:
+    model, variables = wide
+    return rollout(model, (Held(variables),))
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{a}{n}" for a, n in axes.items()))
+def test_a_mesh_gives_the_logits_of_one_device(wide, single, axes):
+    model, variables = wide
+    model = meshed(model, axes)
+    for ours, wanted in zip(rollout(model, (Held(divided(model, variables)),)), single, strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(ours.argmax(-1), wanted.argmax(-1))
