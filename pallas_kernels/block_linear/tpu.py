@@ -45,7 +45,7 @@ def unsupported(
     out, width = weight.shape
     if width % LANES or width > _MAX_INPUTS:
         return f"{width} inputs are not a multiple of {LANES} up to {_MAX_INPUTS}"
-    if out % (groups * LANES) or _tile(out // groups) > 2 * _OUTPUTS:
+    if out % (groups * LANES) or (groups > 1 and out // groups % _tile(out // groups)):
         return f"{out} outputs in {groups} groups are no whole tiles"
     if x.size == 0:
         return "no rows"
@@ -53,8 +53,10 @@ def unsupported(
 
 
 def _tile(out: int) -> int:
-    """Outputs of a tile."""
-    return next((t for t in range(_OUTPUTS, 0, -_WHOLE_SCALES) if out % t == 0), out)
+    """Outputs of a tile: all of a few, else as many as leave least of the last tile empty."""
+    if out <= _WHOLE_SCALES:
+        return out
+    return min(range(_OUTPUTS, 0, -_WHOLE_SCALES), key=lambda t: -out % t)
 
 
 def block_linear(
@@ -92,7 +94,8 @@ def _product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, groups: i
     """``[rows, out]`` of rounded ``[rows, groups · in]``."""
     rows, (out, width) = x.shape[0], weight.shape
     tile = _tile(out // groups)
-    tiles = out // groups // tile
+    # Without groups the last tile may be part of one: what lies beyond the weight reaches no output that is there.
+    tiles = pl.cdiv(out // groups, tile)
     height = min(_ROWS, -(-rows // 16) * 16)
     x = pad_axis(x, 0, -rows % height)
     operands = [x, weight.astype(x.dtype) if scale is None else lax.bitcast_convert_type(weight, jnp.uint8)]
@@ -108,7 +111,7 @@ def _product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, groups: i
     vmem += tile * width * item + 12 * BLOCK * width * 4 + 2 * height * tile * 4 + 8 * 2**20
     y = pl.pallas_call(
         _kernel,
-        grid=(out // tile, x.shape[0] // height),
+        grid=(groups * tiles, x.shape[0] // height),
         in_specs=specs,
         out_specs=pl.BlockSpec((height, tile), lambda j, i: (i, j)),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], out), x.dtype),

@@ -59,8 +59,8 @@ def unsupported(
     if w1.scale is None and w1.weight.dtype != x.dtype:
         return f"matrices are {w1.weight.dtype}, rows {x.dtype}"
     for name, width in (("hidden size", x.shape[-1]), ("inner size", w1.weight.shape[-2])):
-        if width % (2 * LANES):
-            return f"{name} {width} is not a multiple of {2 * LANES}"
+        if width % LANES:
+            return f"{name} {width} is not a multiple of {LANES}"
     if x.shape[0] == 0:
         return "no rows"
     return None

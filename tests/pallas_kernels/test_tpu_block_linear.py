@@ -6,7 +6,8 @@ import pytest
 
 from pallas_kernels import backend
 from pallas_kernels.block_linear import tpu
-from tests.pallas_kernels.base.block_linear import BlockLinearTests
+from pallas_kernels.formats import DenseFormat
+from tests.pallas_kernels.base.block_linear import BlockLinearTests, case
 
 
 class TestBlockLinear(BlockLinearTests):
@@ -19,3 +20,8 @@ class TestBlockLinear(BlockLinearTests):
             monkeypatch.setattr(tpu, name, size)
         with backend.interpret():
             yield
+
+    def test_the_last_tile_is_part_of_one(self, monkeypatch):
+        for name in ("_OUTPUTS", "_WHOLE_SCALES"):
+            monkeypatch.setattr(tpu, name, 64)
+        self.check(case(out=96), DenseFormat("float32"))
