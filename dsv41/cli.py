@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("inspect", "generate", "verify", "eval", "bench")
+COMMANDS = ("inspect", "plan", "aot", "generate", "verify", "eval", "bench")
 """Modules of :mod:`dsv41.commands`. They import what is heavy in ``run``, so that ``--help`` is instant."""
 
 
@@ -49,11 +49,12 @@ def _is_user_error(error: Exception) -> bool:
     from dsv41.config import ConfigError
     from dsv41.inference.requests import RequestError
     from dsv41.pictures.files import PictureError
+    from dsv41.sharding.rules import MeshError
     from dsv41.tokens.chat import ChatError
     from dsv41.verification.golden import GoldenError
 
-    kinds = (CheckpointError, ChatError, ConfigError, GoldenError, OptionError, PictureError, RequestError, OSError)
-    return isinstance(error, kinds)
+    own = (CheckpointError, ChatError, ConfigError, GoldenError, MeshError, OptionError, PictureError, RequestError)
+    return isinstance(error, (*own, OSError))
 
 
 if __name__ == "__main__":

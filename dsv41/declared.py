@@ -16,6 +16,7 @@ from dsv41.checkpoint.placement import ParameterTree, Path, flatten_tree, unflat
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model, TokenBatch
 from dsv41.sharding.parallel import Parallel
+from dsv41.sharding.rules import PADDED
 from dsv41.state.request import create_state
 from dsv41.state.ring import create_ring
 from pallas_kernels import backend
@@ -60,6 +61,15 @@ def abstract_variables(model: Model | Drafter) -> ParameterTree:
         shape = tuple(n * parallel.divided(places) for n, places in zip(part, spec, strict=True))
         leaves[path] = jax.ShapeDtypeStruct(shape, leaf.value.dtype, sharding=NamedSharding(parallel.mesh, spec))
     return unflatten_tree(leaves)
+
+
+def padded_leaves(model: Model | Drafter) -> dict[Path, int]:
+    """The parameters that a mesh may give rows of zeros behind their own, and the number of their own rows.
+
+    They are those whose first dimension is a logical axis of :data:`~dsv41.sharding.rules.PADDED`.
+    """
+    declared = flatten_tree(declared_variables(model))
+    return {path: leaf.value.shape[0] for path, leaf in declared.items() if leaf.names and leaf.names[0] in PADDED}
 
 
 def parameter_partitions(model: Model | Drafter, parallel: Parallel) -> ParameterTree:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from dsv41.checkpoint import (
     CheckpointError,
@@ -18,9 +19,10 @@ from dsv41.checkpoint import (
     random_parameters,
 )
 from dsv41.config import ModelConfig
-from dsv41.declared import abstract_variables
+from dsv41.declared import abstract_variables, padded_leaves
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
+from dsv41.sharding.steps import place
 from dsv41.steps.prefill import Variables
 from dsv41.tokens.compression import token_map
 from dsv41.tokens.tokenizer import Tokenizer
@@ -38,6 +40,8 @@ def load_variables(
 ) -> Variables:
     """The variables of a model: the source's tensors, stored as the model's settings say, and the token map.
 
+    On a mesh each process reads what its devices hold; the token map is whole on every device.
+
     Args:
       source: a checkpoint, or random weights in its place.
       ids: token map, int32 ``[vocab]``.
@@ -47,8 +51,10 @@ def load_variables(
     Raises:
       CheckpointError: the tensors do not fit the configuration; all that do not are named.
     """
-    params = load_checkpoint(source, stored or model.settings.config, abstract_variables(model), progress)
-    return {"params": params, "constants": {"token_map": _on_first_device(ids)}}
+    params = load_checkpoint(
+        source, stored or model.settings.config, abstract_variables(model), progress, padded=padded_leaves(model)
+    )
+    return {"params": params, "constants": {"token_map": _on_devices(model, ids)}}
 
 
 def load_drafter(
@@ -75,16 +81,19 @@ def random_variables(model: Model, seed: int, tokenizer: Tokenizer | None) -> Va
 def device_random_variables(model: Model, seed: int) -> Variables:
     """Random weights drawn on the device, and ids in order: for sizes that a host would draw for hours."""
     config = model.settings.config
-    params = random_parameters(config, abstract_variables(model), seed)
-    return {"params": params, "constants": {"token_map": _on_first_device(_ids_in_order(config))}}
+    params = random_parameters(config, abstract_variables(model), seed, padded_leaves(model))
+    return {"params": params, "constants": {"token_map": _on_devices(model, _ids_in_order(config))}}
 
 
 def _ids_in_order(config: ModelConfig) -> np.ndarray:
     return np.arange(config.text.vocab_size, dtype=np.int32) % np.int32(config.text.engram_compressed_vocab_size)
 
 
-def _on_first_device(ids: np.ndarray) -> jax.Array:
+def _on_devices(model: Model, ids: np.ndarray) -> jax.Array:
     """Where the parameters are: arrays that are bound to no device would compile every step twice."""
+    parallel = model.settings.parallel
+    if parallel.mesh is not None:
+        return place(ids, PartitionSpec(), parallel)
     return jax.device_put(ids, jax.local_devices()[0])
 
 

@@ -33,6 +33,7 @@ from dsv41.layers.stack import Stack, StackOutputs, concatenate, join_outputs
 from dsv41.numerics.ngram_hash import hash_ids, lookback, ngram_hash
 from dsv41.numerics.rotary import csa_frequencies, rotary_table, window_frequencies
 from dsv41.settings import Settings
+from dsv41.sharding.context import page_tables
 from dsv41.state.request import EncoderDelta, ModelState, Segment
 from dsv41.state.ring import Ring, entries_at
 from pallas_kernels.formats import FP8_E8M0, Packed
@@ -276,6 +277,8 @@ def begin_step(
     """What all layers of a stack share in one step, and their window entries."""
     positions = segment.start[:, None] + jnp.arange(segment.is_image.shape[1], dtype=jnp.int32)
     valid = positions < (segment.start + segment.count)[:, None]
+    pages = next((pool.main.payload.shape[1] for pool in state.memory.values()), 0)
+    page_table, read_table = page_tables(settings.parallel, state.page_table, pages)
     window, queries = ring.positions.shape[1], positions.shape[1]
     columns = jnp.arange(window + queries, dtype=jnp.int32)
     order = None
@@ -293,7 +296,8 @@ def begin_step(
         positions=positions,
         valid=valid,
         write_from=jnp.zeros_like(segment.start) if write_from is None else write_from,
-        page_table=state.page_table,
+        page_table=page_table,
+        read_table=read_table,
         local_valid=local_valid,
         order=order,
         is_image=segment.is_image,

@@ -12,12 +12,11 @@ import pytest
 
 from dsv41.declared import abstract_variables
 from dsv41.model import Model, TokenBatch
-from dsv41.sharding.mesh import MeshPreset, parse_preset
-from dsv41.sharding.steps import state_spec
+from dsv41.sharding.mesh import parse_preset
 from dsv41.state.request import ModelState, create_state
 from dsv41.steps.decode import decode_step
 from dsv41.steps.prefill import exact_chunk
-from tests.helpers import mini8_config, random_model, with_text
+from tests.helpers import random_model
 
 # mini8 with as many heads, groups and experts as eight devices want, in a layout that is quick to compile.
 WIDE = {
@@ -39,12 +38,14 @@ MESHES = (
     {"tensor": 8},
     {"data": 8},
     {"data": 2, "expert": 2, "tensor": 2},
+    {"context": 2},
+    {"data": 2, "context": 2, "tensor": 2},
 )
 
 
-def meshed(model: Model, axes: dict[str, int]) -> Model:
+def meshed(model: Model, axes: dict[str, int], dispatch: str = "auto") -> Model:
     """The model divided over the first devices."""
-    preset = parse_preset("test", {"axes": axes})
+    preset = parse_preset("test", {"axes": axes, "dispatch": dispatch})
     parallel = preset.parallel(jax.devices()[: preset.devices])
     return Model(dataclasses.replace(model.settings, parallel=parallel))
 
@@ -60,13 +61,20 @@ def divided(model: Model, variables: dict) -> dict:
 
 
 def fresh(model: Model) -> ModelState:
-    """Every request holds its own pages, in an order of its own; numbers count from its part of the pool."""
+    """Every request holds its own pages, in an order of its own.
+
+    Numbers count from the pool of its batch shard, of which shard c of the context has page c of each C.
+    """
     parallel = model.settings.parallel
     shards = parallel.parts("batch")
     state = create_state(model.settings.whole, SLOTS, SLOTS * TABLE_PAGES, TABLE_PAGES)
     each = SLOTS // shards * TABLE_PAGES
-    table = [np.random.default_rng(shard).permutation(each) for shard in range(shards)]
-    return state.replace(page_table=jnp.asarray(np.concatenate(table).reshape(SLOTS, TABLE_PAGES), jnp.int32))
+    contexts = dict(parallel.axes).get("context", 1)
+    table = np.empty((shards, SLOTS // shards, TABLE_PAGES), np.int32)
+    for shard, context in np.ndindex(shards, contexts):
+        pages = np.random.default_rng(shard).permutation(each // contexts) + context * each // contexts
+        table[shard, :, context::contexts] = pages.reshape(-1, TABLE_PAGES // contexts)
+    return state.replace(page_table=jnp.asarray(table.reshape(SLOTS, TABLE_PAGES)))
 
 
 @functools.cache
@@ -107,10 +115,19 @@ def single(wide) -> list[np.ndarray]:
     return rollout(model, (Held(variables),))
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{a}{n}" for a, n in axes.items()))
-def test_a_mesh_gives_the_logits_of_one_device(wide, single, axes):
-    model, variables = wide
-    model = meshed(model, axes)
+def same_as(single: list[np.ndarray], model: Model, variables: dict):
     for ours, wanted in zip(rollout(model, (Held(divided(model, variables)),)), single, strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4)
         np.testing.assert_array_equal(ours.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{a}{n}" for a, n in axes.items()))
+def test_a_mesh_gives_the_logits_of_one_device(wide, single, axes):
+    model, variables = wide
+    same_as(single, meshed(model, axes), variables)
+
+
+def test_exchanging_rows_gives_the_logits_of_one_device(wide, single):
+    """These batches are so small that rows are gathered unless the mesh says otherwise."""
+    model, variables = wide
+    same_as(single, meshed(model, {"expert": 8}, "exchange"), variables)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,10 @@ def _describe(dtype: object, shape: tuple[int, ...]) -> str:
 class _Checker:
     """Compares headers with the target and collects whatever does not fit."""
 
-    def __init__(self, source: TensorSource, config: ModelConfig, target: ParameterTree) -> None:
-        self.found = source.specs()
+    def __init__(
+        self, source: TensorSource, config: ModelConfig, target: ParameterTree, padded: Collection[Path]
+    ) -> None:
+        self.found, self.padded = source.specs(), padded
         self.layout = quantized_layout(config)
         self.places = {name: parameter_place(config, name) for name in self.layout}
         self.leaves = flatten_tree(target)
@@ -104,6 +106,9 @@ class _Checker:
     def _check_leaf_shape(self, path: Path, shape: tuple[int, ...], part: _Part) -> None:
         spec, place = part.spec, part.place
         wanted = (*place.stack, *(spec.shape if self._keeps_codes(place.path) else spec.value_shape))
+        if path in self.padded and len(shape) == len(wanted):
+            axis = len(place.stack)
+            wanted = (*wanted[:axis], max(wanted[axis], shape[axis]), *wanted[axis + 1 :])
         if tuple(shape) != wanted:
             self.problems.append(f"shape: {'/'.join(path)}: target {list(shape)}, configuration {list(wanted)}")
 
@@ -168,7 +173,8 @@ class _HostShard:
 
     def __init__(self, memory: jax.sharding.SingleDeviceSharding, box: Box, dtype: np.dtype) -> None:
         self.memory, self.box = memory, box
-        self._array = np.empty([stop - start for start, stop in box], dtype)
+        # Zeros: rows of a padded leaf that no tensor has stay as they are.
+        self._array = np.zeros([stop - start for start, stop in box], dtype)
 
     def put(self, piece: np.ndarray, start: tuple[int, ...]) -> None:
         self._array[tuple(slice(a, a + n) for a, n in zip(start, piece.shape, strict=True))] = piece
@@ -250,7 +256,8 @@ class _Loader:
         count = max(1, allowance // row)
         if part.spec.block is not None and count > part.spec.block[0]:
             count -= count % part.spec.block[0]
-        first, last = min(a for a, _ in ranges), max(b for _, b in ranges)
+        # A padded leaf is longer than its tensor, and the last devices may hold padding only.
+        first, last = min(a for a, _ in ranges), min(max(b for _, b in ranges), shape[0])
         for start in range(first, last, count):
             yield start, min(start + count, last)
 
@@ -323,6 +330,7 @@ def load_checkpoint(
     target: ParameterTree,
     progress: Callable[[LoadProgress], None] | None = None,
     slice_bytes: int = SLICE_BYTES,
+    padded: Collection[Path] = (),
 ) -> ParameterTree:
     """Reads the tensors of a parameter tree, each process only the rows that its devices hold.
 
@@ -339,6 +347,8 @@ def load_checkpoint(
       progress: called after each slice and each tensor.
       slice_bytes: bound on the host memory for data in flight, conversions included (at least one row is held). A leaf
         whose sharding names host memory is gathered there whole before it is handed over.
+      padded: leaves that may have more rows than their tensors, so that the parts of a mesh are equal
+        (:func:`dsv41.declared.padded_leaves`). The rows behind are zeros.
 
     Returns:
       The tree with arrays in place of the target's leaves.
@@ -347,7 +357,7 @@ def load_checkpoint(
       CheckpointError: before any data is read, with all that does not fit: tensors missing, unexpected, of the wrong
         shape or dtype, or unscaled where the target wants codes.
     """
-    parts = _Checker(source, config, target).parts()
+    parts = _Checker(source, config, target, padded).parts()
     total = sum(map(len, parts.values()))
     loader = _Loader(source, quantized_layout(config), slice_bytes, total, progress)
     leaves = flatten_tree(target)

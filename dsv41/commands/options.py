@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv41.sharding.parallel import Parallel
 
 
 class OptionError(ValueError):
@@ -19,6 +23,47 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return value
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 on")
+    return int(text)
+
+
+def add_mesh_options(parser: argparse.ArgumentParser) -> None:
+    """Options of a model that is divided over devices; :func:`mesh_of` reads them."""
+    group = parser.add_argument_group(
+        "mesh",
+        "Divides the model over all devices. On several hosts the same command runs on each of them; TPU pods, Slurm "
+        "and Open MPI tell the processes of each other, elsewhere the last three options do.",
+    )
+    group.add_argument("--mesh", metavar="PRESET", help="a preset's name (configs/meshes) or a JSON file")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 waits for the others")
+    group.add_argument("--processes", type=positive, metavar="N", help="how many there are")
+    group.add_argument("--process", type=_not_negative, metavar="I", help="which one this is, from 0")
+
+
+def mesh_of(args: argparse.Namespace) -> Parallel | None:
+    """The mesh that the options name, over the devices of all processes; None without ``--mesh``.
+
+    It joins the processes, so nothing may have used a device before.
+
+    Raises:
+      OptionError: options of several processes without a mesh.
+      MeshError: no such preset, a number of devices that is not the mesh's, or processes that cannot find each other.
+    """
+    if args.mesh is None:
+        for name in ("coordinator", "processes", "process"):
+            if getattr(args, name) is not None:
+                raise OptionError(f"--{name} needs --mesh")
+        return None
+    from dsv41.sharding.distributed import initialize
+    from dsv41.sharding.mesh import load_preset
+
+    preset = load_preset(args.mesh)
+    initialize(args.coordinator, args.processes, args.process)
+    return preset.parallel()
 
 
 def read_text(path: pathlib.Path) -> str:

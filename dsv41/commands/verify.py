@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dsv41.commands.options import add_mesh_options, mesh_of
+
 if TYPE_CHECKING:
     from dsv41.verification.table import Row
 
@@ -42,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="weights from here, e.g. the packed flavour multiplied out for the float one; default: the golden folder",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add_mesh_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,9 +80,16 @@ def _rows(args: argparse.Namespace, progress: Callable[[str], None]) -> list[Row
 
         return verify_kernels(load_config(args.kernels), progress=progress)
     from dsv41.verification.golden import Golden
+
+    golden = Golden(args.golden, args.checkpoint)
+    if (parallel := mesh_of(args)) is not None:
+        from dsv41.verification.meshed import verify_on_mesh
+        from dsv41.verification.run import PAGE_TOKENS
+
+        return verify_on_mesh(golden, parallel, PAGE_TOKENS, progress)
     from dsv41.verification.run import verify
 
-    return verify(Golden(args.golden, args.checkpoint), progress)
+    return verify(golden, progress)
 
 
 def _print_table(rows: list[Row]) -> None:

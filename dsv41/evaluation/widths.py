@@ -8,6 +8,7 @@ not on how that came about.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import math
 import os
@@ -30,6 +31,9 @@ from dsv41.loading import device_random_variables
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
 from dsv41.shallow import one_of_each_group
+from dsv41.sharding.parallel import SINGLE, Parallel
+from dsv41.sharding.requests import sequential_state
+from dsv41.sharding.steps import place, state_spec
 from dsv41.state.request import ModelState, create_sequential_state
 from dsv41.state.ring import Ring
 from dsv41.steps.decode import generate_step
@@ -44,13 +48,13 @@ _ROUTER_BIASES = (("gate", "bias"), ("gate", "bias_vl"))
 _PAGES = 1024
 
 
-def random_model(config: ModelConfig) -> tuple[Model, Variables]:
-    """One repetition of each group of layers, with random weights drawn on the device.
+def random_model(config: ModelConfig, parallel: Parallel = SINGLE) -> tuple[Model, Variables]:
+    """One repetition of each group of layers, with random weights drawn on the devices.
 
     The routers' biases are 0: random ones would send all tokens to the same few experts, and the floor assumes what
     training aims at, that tokens choose evenly.
     """
-    model = Model(Settings.default(one_of_each_group(config)))
+    model = Model(dataclasses.replace(Settings.default(one_of_each_group(config)), parallel=parallel))
     variables = device_random_variables(model, 0)
     params = flatten_tree(variables["params"])
     biases = {path: jnp.zeros_like(leaf) for path, leaf in params.items() if path[-2:] in _ROUTER_BIASES}
@@ -59,9 +63,20 @@ def random_model(config: ModelConfig) -> tuple[Model, Variables]:
 
 def filled_state(settings: Settings, batch: int, context: int, room: int) -> ModelState:
     """A state of requests of ``context`` tokens with random entries and room for as many tokens as said."""
-    state = create_sequential_state(settings, batch, context + room)
-    text, formats = settings.text, settings.formats
-    keys = iter(jax.random.split(jax.random.key(0, impl="rbg"), 2 * len(state.memory) + 2))
+    state, parallel = sequential_state(settings, batch, context + room), settings.parallel
+    if parallel.mesh is None:
+        return jax.device_put(_filled(settings, context, state), jax.local_devices()[0])
+    spec = state_spec(parallel)
+    fill = functools.partial(_filled, settings, context)
+    filled = jax.shard_map(fill, mesh=parallel.mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
+    return jax.jit(filled, donate_argnums=0)(state)
+
+
+def _filled(settings: Settings, context: int, state: ModelState) -> ModelState:
+    """A device's part of a state with random entries."""
+    text, formats, batch = settings.text, settings.formats, state.length.shape[0]
+    key = jax.random.fold_in(jax.random.key(0, impl="rbg"), settings.parallel.index("pages"))
+    keys = iter(jax.random.split(key, 2 * len(state.memory) + 2))
 
     def filled(fmt: Format, entries: Packed, width: int) -> Packed:
         if not entries.payload.size:  # a model may have no decoder
@@ -84,13 +99,12 @@ def filled_state(settings: Settings, batch: int, context: int, room: int) -> Mod
         # A copy: steps donate the state, and a buffer cannot be donated twice.
         return Ring(filled(formats.window, ring.entries, text.head_dim), jnp.copy(positions))
 
-    state = state.replace(
+    return state.replace(
         memory=memory,
         encoder_ring=ring(state.encoder_ring),
         decoder_ring=ring(state.decoder_ring),
         length=jnp.full((batch,), context, jnp.int32),
     )
-    return jax.device_put(state, jax.local_devices()[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -105,7 +119,8 @@ def _random_entries(fmt: Format, shape: tuple[int, ...], width: int, key: jax.Ar
 
 
 class Case(NamedTuple):
-    """What is timed: ``batch`` requests that decode together, and a chunk of one request, all at ``context`` tokens."""
+    """What is timed: ``batch`` requests that decode together, and a chunk of one request of every batch shard, all at
+    ``context`` tokens."""
 
     back_end: str
     batch: int
@@ -175,8 +190,9 @@ def _measure(
     decode_s = _seconds(decode, lengths.steps, lengths.repeats, traces[0])
     del decode  # and its state
     chunk_s = _seconds(_prefilling(model, variables, case, lengths, programs.chunk), 1, lengths.repeats, traces[1])
-    decode_floor = step_floor(model, variables, limits, case.batch, 1, case.context)
-    chunk_floor = step_floor(model, variables, limits, 1, lengths.chunk, case.context)
+    shards = model.settings.parallel.parts("batch")
+    decode_floor = step_floor(model.settings, limits, case.batch, 1, case.context)
+    chunk_floor = step_floor(model.settings, limits, shards, lengths.chunk, case.context)
     return {
         "step_ms": decode_s * 1e3,
         "step_floor_ms": decode_floor * 1e3,
@@ -190,9 +206,9 @@ def _measure(
     }
 
 
-def step_floor(model: Model, variables: Variables, limits: Limits, batch: int, queries: int, context: int) -> float:
-    """Least seconds of a step: the sum over its parts (:func:`~dsv41.evaluation.floors.step_work`)."""
-    work = step_work(model, variables, batch, queries, context).values()
+def step_floor(settings: Settings, limits: Limits, batch: int, queries: int, context: int) -> float:
+    """Least seconds of a step, links apart: the sum over its parts (:func:`~dsv41.evaluation.floors.step_work`)."""
+    work = step_work(settings, batch, queries, context).values()
     return sum(limits.floor(part.operations, part.moved) for part in work)
 
 
@@ -213,14 +229,15 @@ def _compile(model: Model, variables: Variables, case: Case, lengths: _Lengths) 
     begin = time.perf_counter()
 
     def state(batch: int, tokens: int) -> ModelState:
-        return jax.eval_shape(lambda: create_sequential_state(model.settings, batch, tokens))
+        return jax.eval_shape(lambda: create_sequential_state(model.settings.whole, batch, tokens))
 
-    shape = jax.ShapeDtypeStruct
+    shape, shards = jax.ShapeDtypeStruct, model.settings.parallel.parts("batch")
     with backend.use(case.back_end):
         sampler, active = jax.eval_shape(lambda: create_sampler(case.batch)), shape((case.batch,), jnp.bool_)
         decoding = generate_step.lower(model, variables, state(case.batch, lengths.decoded(case)), sampler, active)
-        tokens = TokenBatch(shape((1, lengths.chunk), jnp.int32), shape((1,), jnp.int32))
-        chunk = exact_chunk.lower(model, variables, state(1, lengths.prefilled(case)), shape((1,), jnp.int32), tokens)
+        tokens = TokenBatch(shape((shards, lengths.chunk), jnp.int32), shape((shards,), jnp.int32))
+        requests = shape((shards,), jnp.int32)
+        chunk = exact_chunk.lower(model, variables, state(shards, lengths.prefilled(case)), requests, tokens)
         return _Programs(decoding.compile(), chunk.compile(), time.perf_counter() - begin)
 
 
@@ -228,9 +245,9 @@ def _decoding(
     model: Model, variables: Variables, case: Case, lengths: _Lengths, program: Compiled
 ) -> Callable[[int], None]:
     """Runs so many decode steps; they wait for each other, not for the host."""
-    active = jnp.ones((case.batch,), bool)
     # Different tokens, which choose different experts.
     sampler = create_sampler(case.batch).replace(pending=jnp.asarray(_random_ids(model, case.batch)))
+    sampler, active = _placed(model, (sampler, jnp.ones((case.batch,), bool)))
     carry = (filled_state(model.settings, case.batch, case.context, lengths.decoded(case) - case.context), sampler)
 
     def decode(count: int) -> None:
@@ -245,10 +262,12 @@ def _decoding(
 def _prefilling(
     model: Model, variables: Variables, case: Case, lengths: _Lengths, program: Compiled
 ) -> Callable[[int], None]:
-    """Prefills so many chunks of one request."""
-    tokens = TokenBatch(jnp.asarray(_random_ids(model, lengths.chunk)[None]), jnp.full(1, lengths.chunk, jnp.int32))
-    request = jnp.zeros(1, jnp.int32)
-    state = filled_state(model.settings, 1, case.context, lengths.prefilled(case) - case.context)
+    """Prefills so many chunks of one request of every batch shard."""
+    shards = model.settings.parallel.parts("batch")
+    ids = jnp.asarray(_random_ids(model, shards * lengths.chunk).reshape(shards, -1))
+    tokens = TokenBatch(ids, jnp.full(shards, lengths.chunk, jnp.int32))
+    tokens, request = _placed(model, (tokens, jnp.zeros(shards, jnp.int32)))
+    state = filled_state(model.settings, shards, case.context, lengths.prefilled(case) - case.context)
 
     def prefill(count: int) -> None:
         nonlocal state
@@ -257,6 +276,12 @@ def _prefilling(
         jax.block_until_ready(state)
 
     return prefill
+
+
+def _placed(model: Model, requests: Any) -> Any:
+    """A tree with requests along the first axis of every leaf, on the model's mesh if it has one."""
+    parallel = model.settings.parallel
+    return requests if parallel.mesh is None else place(requests, parallel.spec("batch"), parallel)
 
 
 def _random_ids(model: Model, count: int) -> np.ndarray:

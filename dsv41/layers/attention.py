@@ -16,11 +16,11 @@ from dsv41.layers.indexer import Indexer
 from dsv41.layers.linear import Linear, RMSNorm, declare, declare_matrix
 from dsv41.numerics.rotary import rotate
 from dsv41.settings import Settings
+from dsv41.sharding import context
 from dsv41.state.memory import source_view
 from dsv41.state.tail import Projections
 from pallas_kernels.block_linear import block_linear
 from pallas_kernels.formats import DenseFormat, Packed
-from pallas_kernels.sparse_attention import sparse_attention
 
 
 class AttentionOutput(NamedTuple):
@@ -109,10 +109,11 @@ class Attention(nn.Module):
             flow = self.indexer.select(x, low_rank, flow, inputs, step)
         pool, page_table, chosen = None, None, None
         if self.kind.mode is not Mode.WINDOW:
-            pool, page_table = source_view(flow.memory[self.kind.ratio].main, step.page_table, inputs.source_slot)
+            pool, page_table = source_view(flow.memory[self.kind.ratio].main, step.read_table, inputs.source_slot)
             chosen = flow.selection
 
-        heads = sparse_attention(
+        heads = context.attend(
+            self.settings.parallel,
             queries,
             step.local_entries(inputs.ring, entries),
             formats.window,

@@ -96,7 +96,9 @@ class Step:
       positions: int32 ``[batch, query]``.
       valid: bool ``[batch, query]``.
       write_from: int32 ``[batch]``; groups that begin below it are in the memory already (a replayed prefix).
-      page_table: int32 ``[batch, table_pages]``.
+      page_table: int32 ``[batch, table_pages]``, pages of this device's part, to append to.
+      read_table: int32 ``[batch, table_pages / context shards]``, those of them that lie on this shard of the context
+        (:mod:`dsv41.sharding.context`); ``page_table`` itself where it is not divided.
       local_valid: bool ``[batch, W + query]``, which local entries are live: [ring ‖ step], or as ``order`` says.
       order: int32 ``[batch, W + query]``, in a short step: the place in [ring ‖ step] of what stands in each column.
         Position p stands in column p mod (W + query), so that sums over the window round alike wherever in the step a
@@ -114,6 +116,7 @@ class Step:
     valid: jax.Array
     write_from: jax.Array
     page_table: jax.Array
+    read_table: jax.Array
     local_valid: jax.Array
     order: jax.Array | None
     is_image: jax.Array

@@ -12,8 +12,9 @@ from dsv41.layers.flow import Flow, LayerInputs, RotaryTable, Step
 from dsv41.layers.linear import Linear, RMSNorm
 from dsv41.numerics.rotary import rotate
 from dsv41.settings import Settings
+from dsv41.sharding import context
 from dsv41.state.memory import source_view
-from pallas_kernels.index_select import BlockSelection, index_reselect, index_select
+from pallas_kernels.index_select import BlockSelection
 
 
 class Indexer(nn.Module):
@@ -56,15 +57,15 @@ class Indexer(nn.Module):
         """
         text, fmt = self.settings.text, self.settings.formats.index_keys
         queries, weights = self.queries(x, low_rank, step)
-        pool, page_table = source_view(flow.memory[self.kind.ratio].index, step.page_table, inputs.source_slot)
+        pool, page_table = source_view(flow.memory[self.kind.ratio].index, step.read_table, inputs.source_slot)
         visible = jnp.where(step.valid, (step.positions + 1) // self.kind.ratio, 0)
-        common = (queries, weights, pool, fmt, page_table, visible)
+        common = (self.settings.parallel, queries, weights, pool, fmt, page_table, visible)
         blocks = flow.blocks
         if self.kind.uses_pool:
-            entries = index_reselect(*common, blocks, text.candidate_block_size, text.index_topk)
+            entries, _ = context.reselect(*common, blocks, text.candidate_block_size, text.index_topk)
         else:
             wanted = BlockSelection(text.candidate_block_size, text.candidate_topk_blocks)
-            chosen = index_select(*common, text.index_topk, wanted if self.kind.makes_pool else None)
+            chosen = context.select(*common, text.index_topk, wanted if self.kind.makes_pool else None)
             entries = chosen.indices
             if self.kind.makes_pool:
                 blocks = chosen.blocks

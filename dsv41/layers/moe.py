@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from dsv41.layers.linear import Linear, declare
 from dsv41.settings import Settings
 from dsv41.sharding.experts import over_experts
 from pallas_kernels.expert_matmul import ExpertWeights, expert_matmul
-from pallas_kernels.formats import FP4_E8M0
+from pallas_kernels.formats import FP4_E8M0, Format
 from pallas_kernels.products import narrow
 from pallas_kernels.router import route
 
@@ -120,22 +121,29 @@ class Experts(nn.Module):
         Args:
           stacked: matrices of several layers, of which ``layer`` is read; None: this module's own.
         """
-        w1, w3, w2 = (self.w1(), self.w3(), self.w2()) if stacked is None else stacked
+        matrices = ExpertMatrices(self.w1(), self.w3(), self.w2()) if stacked is None else stacked
+        compute = functools.partial(
+            _compute, limit=self.settings.text.swiglu_limit, activation_fmt=self.settings.formats.activations
+        )
+        params = (matrices, None if stacked is None else layer)
+        return over_experts(
+            self.settings.parallel, x, routing.experts, routing.weights, self.num_experts, compute, params
+        )
 
-        def own(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
-            return expert_matmul(
-                x,
-                experts,
-                weights,
-                w1,
-                w3,
-                w2,
-                layer=None if stacked is None else layer,
-                limit=self.settings.text.swiglu_limit,
-                activation_fmt=self.settings.formats.activations,
-            )
 
-        return over_experts(self.settings.parallel, x, routing.experts, routing.weights, self.num_experts, own)
+def _compute(
+    params: tuple[ExpertMatrices, jax.Array | None],
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    *,
+    limit: float,
+    activation_fmt: Format,
+) -> jax.Array:
+    """What one device's experts make of rows (:data:`~dsv41.sharding.exchange.Compute`)."""
+    matrices, layer = params
+    static = {"limit": limit, "activation_fmt": activation_fmt}
+    return expert_matmul(x, experts, weights, *matrices, layer=layer, **static)
 
 
 class SharedExpert(nn.Module):
@@ -183,7 +191,9 @@ class MixtureOfExperts(nn.Module):
         """
         routing = self.gate(x, is_image, valid)
         flat = Routing(*(rearrange(r, "b s k -> (b s) k") for r in routing))
+        # Neither reads what the other makes: the shared expert's products can run while rows of the routed ones travel.
         y = self.experts(rearrange(x, "b s d -> (b s) d"), flat, stacked, layer).reshape(x.shape)
-        y = narrow(y + self.shared_experts(x).astype(jnp.float32), x.dtype)
+        shared = self.shared_experts(x).astype(jnp.float32)
+        y = narrow(y + shared, x.dtype)
         # Routed and shared experts have their inner columns divided alike: one sum serves both.
         return self.settings.parallel.sum(y, "mlp"), routing

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dsv41.sharding.parallel import Parallel
-from dsv41.sharding.rules import AXES, DEFAULT_RULES, MeshError
+from dsv41.sharding.rules import AXES, DEFAULT_RULES, DISPATCHES, MeshError
 
 PRESETS = pathlib.Path(__file__).parents[1] / "data" / "meshes"
 """Packaged; a clone shows them as ``configs/meshes`` too."""
@@ -28,12 +28,14 @@ class MeshPreset:
       axes: size of each axis of :data:`~dsv41.sharding.rules.AXES`, 1 where the file does not name it.
       topology: the accelerators that it is for, as ``v6e:16x16`` or ``gpu:8``; None for any.
       rules: mesh axes of each logical axis.
+      dispatch: how rows reach their experts, one of :data:`~dsv41.sharding.rules.DISPATCHES`.
     """
 
     name: str
     axes: Mapping[str, int]
     topology: str | None
     rules: Mapping[str, tuple[str, ...]]
+    dispatch: str = "auto"
 
     @property
     def devices(self) -> int:
@@ -42,11 +44,11 @@ class MeshPreset:
     @property
     def sizes(self) -> Parallel:
         """Axes and rules without devices: enough for shapes."""
-        return Parallel.of(self.axes, self.rules)
+        return Parallel.of(self.axes, self.rules, dispatch=self.dispatch)
 
     def parallel(self, devices: Sequence[jax.Device] | None = None) -> Parallel:
         """What the modules of a sharded model are given. Raises as :meth:`mesh`."""
-        return Parallel.of(self.axes, self.rules, self.mesh(devices))
+        return Parallel.of(self.axes, self.rules, self.mesh(devices), self.dispatch)
 
     def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """The mesh over these devices (default: all that there are).
@@ -65,7 +67,7 @@ def load_preset(name: str) -> MeshPreset:
     """A preset by its name, or from a JSON file by its path.
 
     Raises:
-      MeshError: there is none, or the file names an axis or a key that does not exist, or a size below 1.
+      MeshError: there is none, or the file names an axis, a key or a dispatch that does not exist, or a size below 1.
     """
     path = pathlib.Path(name)
     if path.suffix != ".json":
@@ -80,9 +82,22 @@ def load_preset(name: str) -> MeshPreset:
     return parse_preset(path.stem, data)
 
 
+def preset_for(topology: str) -> MeshPreset:
+    """The preset that is for these accelerators.
+
+    Raises:
+      MeshError: none is.
+    """
+    presets = [load_preset(path.stem) for path in sorted(PRESETS.glob("*.json"))]
+    found = [preset for preset in presets if preset.topology == topology]
+    if not found:
+        raise MeshError(f"topology {topology!r}: no preset is for it; give a mesh by name or file")
+    return found[0]
+
+
 def parse_preset(name: str, data: dict) -> MeshPreset:
     """A preset from a file's contents. Raises as :func:`load_preset`."""
-    unknown = set(data) - {"topology", "axes", "rules", "comment"}
+    unknown = set(data) - {"topology", "axes", "rules", "dispatch", "comment"}
     if unknown:
         raise MeshError(f"mesh {name}: unknown key {min(unknown)!r}")
     axes = data.get("axes", {})
@@ -99,4 +114,7 @@ def parse_preset(name: str, data: dict) -> MeshPreset:
         if missing:
             raise MeshError(f"mesh {name}: rule {logical!r} names axis {missing[0]!r}; there are {', '.join(AXES)}")
         rules[logical] = tuple(places)
-    return MeshPreset(name, {axis: axes.get(axis, 1) for axis in AXES}, data.get("topology"), rules)
+    dispatch = data.get("dispatch", DISPATCHES[0])
+    if dispatch not in DISPATCHES:
+        raise MeshError(f"mesh {name}: dispatch {dispatch!r}; there are {', '.join(DISPATCHES)}")
+    return MeshPreset(name, {axis: axes.get(axis, 1) for axis in AXES}, data.get("topology"), rules, dispatch)

@@ -27,16 +27,24 @@ class Parallel:
       axes: sizes of mesh axes; those that are missing have size 1.
       rules: mesh axes of each logical axis, outermost first.
       mesh: the devices; None where only sizes matter.
+      dispatch: how rows reach their experts, one of :data:`~dsv41.sharding.rules.DISPATCHES`.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
     rules: tuple[tuple[str, tuple[str, ...]], ...] = tuple(DEFAULT_RULES.items())
     mesh: Mesh | None = None
+    dispatch: str = "auto"
 
     @classmethod
-    def of(cls, axes: Mapping[str, int], rules: Mapping[str, tuple[str, ...]], mesh: Mesh | None = None) -> Parallel:
+    def of(
+        cls,
+        axes: Mapping[str, int],
+        rules: Mapping[str, tuple[str, ...]],
+        mesh: Mesh | None = None,
+        dispatch: str = "auto",
+    ) -> Parallel:
         """From mappings."""
-        return cls(tuple(axes.items()), tuple(rules.items()), mesh)
+        return cls(tuple(axes.items()), tuple(rules.items()), mesh, dispatch)
 
     def places(self, logical: str) -> tuple[str, ...]:
         """The mesh axes, larger than 1, that a logical axis is divided over."""

@@ -42,6 +42,9 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
 PADDED = frozenset({"engram_rows"})
 """Logical axes whose last part may be short: a hashed table has a prime number of rows for each of its functions."""
 
+DISPATCHES = ("auto", "gather", "exchange")
+"""How rows reach their experts (:mod:`dsv41.sharding.experts`); "auto" chooses for each compiled shape."""
+
 
 class MeshError(ValueError):
     """A mesh that cannot be, or that does not fit a model; names the axes and sizes."""

@@ -96,10 +96,10 @@ def sharded_step(
         signature = inspect.signature(step)
 
         @functools.lru_cache(maxsize=16)
-        def divided(*statics: Any) -> tuple[Callable, tuple[Any, ...]]:
+        def divided(count: int, *statics: Any) -> tuple[Callable, tuple[Any, ...]]:
             parallel = statics[0].settings.parallel
             is_kind = lambda leaf: isinstance(leaf, Kind)  # noqa: E731
-            in_specs = tuple(kind.spec(statics, parallel) for kind in arguments)
+            in_specs = tuple(kind.spec(statics, parallel) for kind in arguments[:count])
             out_specs = jax.tree.map(lambda kind: kind.spec(statics, parallel), results, is_leaf=is_kind)
 
             def part(*arrays: Any) -> Any:
@@ -114,7 +114,8 @@ def sharded_step(
 
         def bound(args: tuple, options: dict) -> tuple:
             given = signature.bind(*args, **options)
-            given.apply_defaults()
+            if given.kwargs:  # one before them is not given
+                given.apply_defaults()
             return given.args
 
         @functools.wraps(step)
@@ -122,18 +123,21 @@ def sharded_step(
             if args[0].settings.parallel.mesh is None:
                 return plain(*args, **options)
             args = bound(args, options)
-            run, in_specs = divided(*args[:static])
+            run, in_specs = divided(len(args) - static, *args[:static])
             return run(
                 *(place(a, spec, args[0].settings.parallel) for a, spec in zip(args[static:], in_specs, strict=True))
             )
 
-        def lower(*args: Any, **options: Any) -> jax.stages.Lowered:
-            if args[0].settings.parallel.mesh is None:
-                return plain.lower(*args, **options)
+        def trace(*args: Any, **options: Any) -> jax.stages.Traced:
+            parallel = args[0].settings.parallel
+            if parallel.mesh is None:
+                return plain.trace(*args, **options)
             args = bound(args, options)
-            return divided(*args[:static])[0].lower(*args[static:])
+            run, in_specs = divided(len(args) - static, *args[:static])
+            return run.trace(*map(functools.partial(describe, parallel=parallel), args[static:], in_specs))
 
-        call.lower, call.compiled_programs = lower, plain._cache_size
+        call.trace, call.lower = trace, lambda *args, **options: trace(*args, **options).lower()
+        call.compiled_programs = plain._cache_size
         return call
 
     return decorate
@@ -156,5 +160,19 @@ def place(tree: Any, spec: Any, parallel: Parallel) -> Any:
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
         return jax.tree.map(leaf, part)
+
+    return jax.tree.map(put, spec, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+def describe(tree: Any, spec: Any, parallel: Parallel) -> Any:
+    """Shapes and dtypes of a tree of arrays or of ``jax.ShapeDtypeStruct``, and where a mesh wants them.
+
+    Args:
+      spec: partitions, a prefix of the tree.
+    """
+
+    def put(spec: PartitionSpec, part: Any) -> Any:
+        sharding = NamedSharding(parallel.mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
 
     return jax.tree.map(put, spec, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))

@@ -28,7 +28,8 @@ class ModelState:
     Attributes:
       memory: global entries of all requests, in shared pages.
       page_table: int32 ``[batch, table_pages]``, the pages of each request in order; values outside the pool
-        mean 'no page'.
+        mean 'no page'. On a mesh they count from the pool of the request's batch shard, of which page j is on shard
+        j mod C of the context (:mod:`dsv41.sharding.context`).
       encoder_ring, decoder_ring: window entries of the two stacks of layers.
       tails: tokens of open compression groups.
       ngram_tail: int32 ``[batch, max n-gram − 1]``, the last compressed ids, oldest first; −1 stands for

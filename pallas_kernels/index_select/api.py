@@ -52,7 +52,7 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Top-k of the visible entries inside candidate blocks; only those entries are read and scored.
 
     Ties go to the lower entry. No gradient passes.
@@ -69,7 +69,8 @@ def index_reselect(
       top_k: entries to choose (static).
 
     Returns:
-      ``[batch, query, top_k]`` int32 entries, best first; the −1 of a short selection come last.
+      ``[batch, query, top_k]`` int32 entries, best first, the −1 of a short selection last; and their scores float32,
+      −inf where there is none.
     """
     queries, weights, pool = lax.stop_gradient((queries, weights, pool))
     return backend.run("index_reselect", queries, weights, pool, fmt, page_table, visible, block_ids, block_size, top_k)

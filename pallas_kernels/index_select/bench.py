@@ -125,9 +125,9 @@ def _scores(queries: jax.Array, weights: jax.Array, payload: jax.Array, scales: 
     return jnp.sum(jax.nn.relu(products) * weights, axis=-1)
 
 
-def _wrong_entries(arrays: dict[str, Any], out: Selection | jax.Array) -> float:
+def _wrong_entries(arrays: dict[str, Any], out: Selection | tuple[jax.Array, jax.Array]) -> float:
     """Share of a few queries' entries whose score is below that of the last that should have been chosen."""
-    indices = np.asarray(out.indices if isinstance(out, Selection) else out)
+    indices = np.asarray(out[0])
     batch, total = indices.shape[:2]
     wrong = 0
     for n in range(_SAMPLES):

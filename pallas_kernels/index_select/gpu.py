@@ -14,6 +14,7 @@ from pallas_kernels.backend import interpreted
 from pallas_kernels.formats import FP4_E8M0, Format, Packed
 from pallas_kernels.index_select import gpu_mosaic, gpu_triton
 from pallas_kernels.index_select.types import BlockSelection, Selection
+from pallas_kernels.index_select.xla import unpinned
 from pallas_kernels.tiling import map_query_tiles
 from pallas_kernels.top_k.gpu import select_rows
 from pallas_kernels.top_k.gpu import unsupported as top_k_unsupported
@@ -55,11 +56,13 @@ def index_select(
         shared = (best, size) if size > 1 else None
         values, indices = select_rows(rows, lengths, top_k, shared)
         indices = jnp.where(values == -jnp.inf, -1, indices).reshape(*shape, top_k)
+        entries = Selection(indices, values.reshape(*shape, top_k))
         if blocks is None:
-            return Selection(indices, None)
+            return entries
         count, chosen = pl.cdiv(lengths, size), blocks.chosen(capacity)
         values, ids = select_rows(best, count, chosen, pinned=count - 1)
-        return Selection(indices, jnp.where(values == -jnp.inf, -1, ids).reshape(*shape, chosen))
+        maxima = unpinned(values, best, count - 1).reshape(*shape, chosen)
+        return Selection(*entries[:2], jnp.where(values == -jnp.inf, -1, ids).reshape(*shape, chosen), maxima)
 
     return map_query_tiles(one_tile, query_tile, (queries, weights, visible))
 
@@ -74,14 +77,16 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.index_select.index_reselect`."""
     batch, total = queries.shape[:2]
     candidates = block_ids.shape[-1] * block_size
     query_tile = _query_tile(total, batch * candidates * 4)
     mosaic = not interpreted() and gpu_mosaic.takes(queries, pool, block_size, gathered=True)
 
-    def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array) -> jax.Array:
+    def one_tile(
+        first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         # In order of entries a position's order is an entry's, which is what decides ties.
         ids = jnp.sort(jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids), axis=-1)
         ids = jnp.where(ids == jnp.iinfo(jnp.int32).max, -1, ids)
@@ -102,7 +107,7 @@ def index_reselect(
         values, at = (x.reshape(*visible.shape, top_k) for x in (values, at))
         at = jnp.maximum(at, 0)
         chosen = jnp.take_along_axis(ids, at // block_size, axis=-1) * block_size + at % block_size
-        return jnp.where(values == -jnp.inf, -1, chosen)
+        return jnp.where(values == -jnp.inf, -1, chosen), values
 
     return map_query_tiles(one_tile, query_tile, (queries, weights, visible, block_ids))
 

@@ -27,8 +27,8 @@ def scores(
     return jnp.where(live, jnp.where(total == 0, 0.0, total), -jnp.inf)
 
 
-def choose_blocks(scores: jax.Array, visible: jax.Array, selection: BlockSelection) -> jax.Array:
-    """Best blocks ``[batch, query, chosen]`` of dense scores ``[batch, query, capacity]``."""
+def choose_blocks(scores: jax.Array, visible: jax.Array, selection: BlockSelection) -> tuple[jax.Array, jax.Array]:
+    """Best blocks ``[batch, query, chosen]`` of dense scores ``[batch, query, capacity]``, and their maxima."""
     capacity = scores.shape[-1]
     count = -(-capacity // selection.size)
     padding = [(0, 0), (0, 0), (0, count * selection.size - capacity)]
@@ -37,7 +37,9 @@ def choose_blocks(scores: jax.Array, visible: jax.Array, selection: BlockSelecti
     newest = (jnp.minimum(visible, capacity) - 1) // selection.size
     is_newest = (jnp.arange(count) == newest[..., None]) & (visible > 0)[..., None]
     values, indices = reference_top_k(jnp.where(is_newest, jnp.inf, best), selection.chosen(capacity))
-    return jnp.where(values == -jnp.inf, -1, indices)
+    maxima = jnp.take_along_axis(best, jnp.maximum(indices, 0), axis=-1)
+    chosen = values > -jnp.inf
+    return jnp.where(chosen, indices, -1), jnp.where(chosen, maxima, -jnp.inf)
 
 
 def index_select(
@@ -53,8 +55,8 @@ def index_select(
     """See :func:`pallas_kernels.index_select.index_select`."""
     dense = scores(queries, weights, pool, fmt, page_table, visible)
     values, indices = reference_top_k(dense, top_k)
-    chosen = None if blocks is None else choose_blocks(dense, visible, blocks)
-    return Selection(jnp.where(values == -jnp.inf, -1, indices), chosen)
+    chosen = () if blocks is None else choose_blocks(dense, visible, blocks)
+    return Selection(jnp.where(values == -jnp.inf, -1, indices), values, *chosen)
 
 
 def index_reselect(
@@ -67,10 +69,10 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.index_select.index_reselect`."""
     dense = scores(queries, weights, pool, fmt, page_table, visible)
     block = jnp.arange(dense.shape[-1]) // block_size
     candidate = jnp.any(block == block_ids[..., None], axis=2)
     values, indices = reference_top_k(jnp.where(candidate, dense, -jnp.inf), top_k)
-    return jnp.where(values == -jnp.inf, -1, indices)
+    return jnp.where(values == -jnp.inf, -1, indices), values

@@ -111,8 +111,8 @@ def index_select(
     def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array) -> Selection:
         scores = _page_scores(queries, weights, pool, fmt, page_table, visible)
         values, indices = exact_top_k(scores, top_k)
-        chosen = None if blocks is None else choose_blocks(scores[..., :capacity], visible, blocks)
-        return Selection(jnp.where(values == -jnp.inf, -1, indices), chosen)
+        chosen = () if blocks is None else choose_blocks(scores[..., :capacity], visible, blocks)
+        return Selection(jnp.where(values == -jnp.inf, -1, indices), values, *chosen)
 
     return map_query_tiles(one_tile, tile, (queries, weights, visible))
 
@@ -127,14 +127,16 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.index_select.index_reselect`."""
     batch, total = visible.shape
     candidates = block_ids.shape[-1] * block_size
     # A row of packed bytes is padded to 128 lanes.
     tile = largest_tile(total, lambda queries: batch * queries * candidates * max(pool.payload.shape[-1], 128))
 
-    def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array) -> jax.Array:
+    def one_tile(
+        first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         # In order of entries a position's order is an entry's, which is what decides ties.
         # The top-k sorts them: numbers of blocks are exact in float32, and XLA's sort is slow to compile.
         order = exact_top_k(jnp.where(ids < 0, -jnp.inf, -ids.astype(jnp.float32)), ids.shape[-1])[0]
@@ -149,7 +151,7 @@ def index_reselect(
         live = has_page & (entries < visible[..., None])
         values, positions = exact_top_k(_own_scores(queries, weights, keys, fmt, live), top_k)
         chosen = jnp.take_along_axis(entries, jnp.maximum(positions, 0), axis=-1)
-        return jnp.where(values == -jnp.inf, -1, chosen)
+        return jnp.where(values == -jnp.inf, -1, chosen), values
 
     return map_query_tiles(one_tile, tile, (queries, weights, visible, block_ids))
 

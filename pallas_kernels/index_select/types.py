@@ -26,12 +26,17 @@ class BlockSelection:
 
 
 class Selection(NamedTuple):
-    """Chosen entries and blocks.
+    """Chosen entries and blocks. Scores are there to join selections over parts of the entries.
 
     Attributes:
       indices: ``[batch, query, top_k]`` int32 entries, best first; the −1 of a short selection come last.
-      blocks: ``[batch, query, chosen blocks]`` int32, best first, −1 last; None if no blocks were asked for.
+      scores: as ``indices``, float32; −inf where there is none.
+      blocks: ``[batch, query, chosen blocks]`` int32, the newest entry's first, then best first, −1 last; None if no
+        blocks were asked for.
+      block_scores: as ``blocks``, float32: the largest visible score of each, of the newest too; −inf where none is.
     """
 
     indices: jax.Array
-    blocks: jax.Array | None
+    scores: jax.Array
+    blocks: jax.Array | None = None
+    block_scores: jax.Array | None = None

@@ -37,8 +37,8 @@ def index_select(
     def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array) -> Selection:
         scores = _scores_by_key_tiles(queries, weights, pool, fmt, page_table, visible, key_pages)
         values, indices = exact_top_k(scores, top_k)
-        chosen = None if blocks is None else choose_blocks(scores[..., :capacity], visible, blocks)
-        return Selection(jnp.where(values == -jnp.inf, -1, indices), chosen)
+        chosen = () if blocks is None else choose_blocks(scores[..., :capacity], visible, blocks)
+        return Selection(jnp.where(values == -jnp.inf, -1, indices), values, *chosen)
 
     return map_query_tiles(one_tile, query_tile, (queries, weights, visible))
 
@@ -98,7 +98,8 @@ def _over_heads(products: jax.Array, weights: jax.Array) -> jax.Array:
     return einsum("bshn,bsh->bsn", jax.nn.relu(products), weights.astype(jnp.float32))
 
 
-def choose_blocks(scores: jax.Array, visible: jax.Array, selection: BlockSelection) -> jax.Array:
+def choose_blocks(scores: jax.Array, visible: jax.Array, selection: BlockSelection) -> tuple[jax.Array, jax.Array]:
+    """Best blocks ``[batch, query, chosen]`` of dense scores ``[batch, query, capacity]``, and their maxima."""
     batch, queries, capacity = scores.shape
     count = -(-capacity // selection.size)
     padded = pad_axis(scores, -1, count * selection.size - capacity, -jnp.inf)
@@ -106,9 +107,19 @@ def choose_blocks(scores: jax.Array, visible: jax.Array, selection: BlockSelecti
     newest = (jnp.minimum(visible, capacity) - 1) // selection.size
     is_newest = (jnp.arange(count, dtype=jnp.int32) == newest[..., None]) & (visible > 0)[..., None]
     # Below +inf, so that an overflowed score cannot displace the newest block.
-    best = jnp.where(is_newest, jnp.inf, jnp.minimum(best, jnp.finfo(jnp.float32).max))
-    values, indices = exact_top_k(best, selection.chosen(capacity))
-    return jnp.where(values == -jnp.inf, -1, indices)
+    ranked = jnp.where(is_newest, jnp.inf, jnp.minimum(best, jnp.finfo(jnp.float32).max))
+    values, indices = exact_top_k(ranked, selection.chosen(capacity))
+    return jnp.where(values == -jnp.inf, -1, indices), unpinned(values, best, newest)
+
+
+def unpinned(values: jax.Array, best: jax.Array, newest: jax.Array) -> jax.Array:
+    """The maxima of chosen blocks ``[..., chosen]``: they were ranked by ``values``, which is +inf for the newest.
+
+    Args:
+      best: maxima of all blocks ``[..., blocks]``.
+      newest: number of the newest block ``[...]``, −1 without one.
+    """
+    return jnp.where(values == jnp.inf, jnp.take_along_axis(best, jnp.maximum(newest, 0)[..., None], axis=-1), values)
 
 
 def index_reselect(
@@ -121,7 +132,7 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.index_select.index_reselect`."""
     batch, total, heads, width = queries.shape
     candidates = block_ids.shape[-1] * block_size
@@ -129,7 +140,9 @@ def index_reselect(
     # Decoding passes through float32, whatever the products run in.
     query_tile = largest_tile(total, lambda tile: batch * tile * candidates * max(width, 2 * heads) * 4)
 
-    def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array) -> jax.Array:
+    def one_tile(
+        first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         # In order of entries a position's order is an entry's, which is what decides ties.
         ids = jnp.sort(jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids), axis=-1)
         absent = ids == jnp.iinfo(jnp.int32).max
@@ -141,6 +154,6 @@ def index_reselect(
         live = has_page & (entries < visible[..., None])
         values, positions = exact_top_k(jnp.where(live, _over_heads(products, weights), -jnp.inf), top_k)
         chosen = jnp.take_along_axis(entries, jnp.maximum(positions, 0), axis=-1)
-        return jnp.where(values == -jnp.inf, -1, chosen)
+        return jnp.where(values == -jnp.inf, -1, chosen), values
 
     return map_query_tiles(one_tile, query_tile, (queries, weights, visible, block_ids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -68,18 +69,29 @@ class IndexSelectTests(OperationTests):
         wanted = expected(arrays, fmt, top_k, blocks)
         np.testing.assert_array_equal(np.asarray(chosen.indices), np.asarray(wanted.indices))
         assert chosen.indices.dtype == jnp.int32
+        self.same_scores(chosen.scores, wanted.scores)
         if blocks is None:
-            assert chosen.blocks is None
+            assert chosen.blocks is chosen.block_scores is None
         else:
             np.testing.assert_array_equal(np.asarray(chosen.blocks), np.asarray(wanted.blocks))
+            self.same_scores(chosen.block_scores, wanted.block_scores)
         return chosen
+
+    def same_scores(self, ours: jax.Array, wanted: jax.Array):
+        """To the rounding of float32 sums over channels and heads."""
+        ours, wanted = np.asarray(ours), np.asarray(wanted)
+        assert ours.dtype == np.float32
+        largest = np.abs(wanted, where=np.isfinite(wanted), out=np.zeros_like(wanted)).max()
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5 * largest)
 
     def check_reselect(self, arrays: dict, fmt, block_ids, block_size: int, top_k: int) -> np.ndarray:
         arrays = {**arrays, "block_ids": jnp.asarray(block_ids, jnp.int32)}
         static = {"fmt": fmt, "block_size": block_size, "top_k": top_k}
-        chosen = np.asarray(self.run("index_reselect", arrays, **static))
-        np.testing.assert_array_equal(chosen, np.asarray(compiled(reference.index_reselect, arrays, **static)))
-        return chosen
+        chosen, scores = self.run("index_reselect", arrays, **static)
+        wanted = compiled(reference.index_reselect, arrays, **static)
+        np.testing.assert_array_equal(np.asarray(chosen), np.asarray(wanted[0]))
+        self.same_scores(scores, wanted[1])
+        return np.asarray(chosen)
 
     @pytest.mark.parametrize("fmt", [FP4_E8M0, F32], ids=["fp4", "f32"])
     @pytest.mark.parametrize("top_k", [4, 40])

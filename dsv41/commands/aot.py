@@ -1,0 +1,157 @@
+"""``dsv41 aot``: compiles a step for a TPU topology without a TPU, and reports what each device holds and sends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dsv41.commands.options import OptionError, positive
+
+if TYPE_CHECKING:
+    from dsv41.planning.compiled import Compiled
+    from dsv41.planning.plan import Plan
+
+_CONTEXT, _CHUNK = 65536, 1024
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "aot",
+        help="compile a step for a TPU pod that is not there",
+        description="Compiles a step of a model for a TPU topology, from shapes alone (needs the libtpu package), and "
+        "reports memory, collectives and the least step time of each device. Exit code 1: it does not fit.",
+    )
+    parser.add_argument(
+        "config", type=pathlib.Path, metavar="CONFIG", help="config.json or the directory that holds it"
+    )
+    parser.add_argument("--topology", required=True, metavar="NAME", help="v6e:16x16, v5p:4x4x8, tpu7x:4x4x4, …")
+    parser.add_argument(
+        "--mesh", metavar="PRESET", help="preset or JSON file; default: the preset that is for this topology"
+    )
+    parser.add_argument(
+        "--step", choices=("decode", "verify", "draft", "prefill", "replay"), default="decode", help="default: decode"
+    )
+    parser.add_argument("--batch", type=positive, metavar="N", help="requests on the mesh; default: the fewest")
+    parser.add_argument("--context", type=positive, metavar="N", help=f"tokens of each request; default: {_CONTEXT}")
+    parser.add_argument("--chunk", type=positive, metavar="N", help=f"tokens of a prefill chunk; default: {_CHUNK}")
+    parser.add_argument("--drafts", type=positive, metavar="K", help="drafts to verify; default: the drafter's block")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything to this file")
+    parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="also write the serialised executable")
+
+
+def run(args: argparse.Namespace) -> int:
+    # Nothing here runs on an accelerator, and a process that asks for one would wait for it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from dsv41.config import load_config
+    from dsv41.planning.compiled import compile_step, topology_devices
+    from dsv41.planning.plan import PlanError, make_plan
+    from dsv41.settings import Settings
+    from dsv41.sharding.chips import chip_of
+    from dsv41.sharding.mesh import load_preset, preset_for
+
+    settings = Settings.default(load_config(args.config))
+    text, chip = settings.text, chip_of(args.topology)
+    preset = load_preset(args.mesh) if args.mesh else preset_for(args.topology)
+    context = args.context or min(_CONTEXT, text.max_position_embeddings)
+    chunk, drafts = args.chunk or min(_CHUNK, context), args.drafts or text.dspark_block_size
+    batch = args.batch or preset.sizes.parts("batch")
+    if args.step == "draft" and not text.num_nextn_predict_layers:
+        raise OptionError("--step draft: the model has no drafter (num_nextn_predict_layers 0)")
+    plan = None
+    if args.step != "draft":
+        try:
+            plan = make_plan(settings, preset, chip, args.step, batch, context, chunk, drafts)
+        except PlanError as error:
+            raise OptionError(f"--{error}") from error
+    devices = topology_devices(args.topology)
+    say = lambda message: print(f"aot: {message} …", file=sys.stderr, flush=True)  # noqa: E731
+    compiled = compile_step(settings, preset, devices, args.step, batch, context, chunk, drafts, say)
+    record = _record(args, preset, batch, context, compiled, plan)
+    _print(record)
+    if args.json is not None:
+        _write(args.json, (json.dumps(record, indent=1) + "\n").encode())
+    if args.save is not None and compiled.executable is not None:
+        import pickle
+
+        from jax.experimental.serialize_executable import serialize
+
+        _write(args.save, pickle.dumps(serialize(compiled.executable)))
+    return 0 if record["fits"] else 1
+
+
+def _record(
+    args: argparse.Namespace, preset: Any, batch: int, context: int, compiled: Compiled, plan: Plan | None
+) -> dict[str, Any]:
+    from dsv41.sharding.chips import chip_of
+
+    chip = chip_of(args.topology)
+    misfit = compiled.misfit
+    if misfit is None and compiled.total > chip.device_bytes:
+        misfit = (
+            f"does not fit: needs {compiled.total / 2**30:.2f} GiB of {chip.device_bytes / 2**30:.2f} a device, "
+            f"{(compiled.total - chip.device_bytes) / 2**30:.2f} too many"
+        )
+    record = {
+        "topology": args.topology,
+        "mesh": {"name": preset.name, "devices": preset.devices, "axes": dict(preset.axes)},
+        "step": args.step,
+        "batch": batch,
+        "context": context,
+        "memory": {name: getattr(compiled, name) for name in ("arguments", "temporaries", "results", "code")},
+        "memory_bytes": compiled.total,
+        "device_bytes": chip.device_bytes,
+        "fits": misfit is None,
+        "misfit": misfit,
+        "compile_s": compiled.compile_s,
+        "collectives": [dict(c._asdict()) for c in compiled.collectives],
+        "link_bytes": sum(c.bytes for c in compiled.collectives),
+        "back_ends": compiled.back_ends,
+    }
+    if plan is not None:
+        total = plan.ledger.total
+        times = chip.seconds(total.operations, total.moved, record["link_bytes"])
+        record["plan"] = {"memory": plan.memory, "memory_bytes": plan.memory_bytes, "link_bytes": total.links}
+        record["floors_s"] = dict(zip(("operations", "memory", "links"), times, strict=True))
+        record["least_step_s"] = max(times)
+    return record
+
+
+def _print(record: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+    mesh = record["mesh"]
+    axes = " × ".join(f"{axis} {size}" for axis, size in mesh["axes"].items() if size > 1) or "one device"
+    console.print(
+        f"{record['topology']}, mesh {mesh['name']} ({axes}): {record['step']}, {record['batch']} requests of "
+        f"{record['context']} tokens; compiled in {record['compile_s']:.0f} s"
+    )
+    if record["memory_bytes"]:
+        memory = Table("memory of a device", "GiB")
+        for name, size in record["memory"].items():
+            memory.add_row(name, f"{size / 2**30:.3f}")
+        memory.add_row("total", f"{record['memory_bytes'] / 2**30:.3f}")
+        memory.add_row("there is", f"{record['device_bytes'] / 2**30:.3f}")
+        console.print(memory)
+    links = Table("collectives", "over", "devices", "a step", "MB sent and received")
+    for c in record["collectives"]:
+        links.add_row(c["kind"], " × ".join(c["axes"]), str(c["parts"]), str(c["count"]), f"{c['bytes'] / 1e6:.2f}")
+    console.print(links)
+    if "floors_s" in record:
+        floors = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in record["floors_s"].items())
+        console.print(f"least time at datasheet rates: {floors}; step {record['least_step_s'] * 1e3:.3f} ms")
+    for operation, names in sorted(record["back_ends"].items()):
+        console.print(f"{operation}: {'; '.join(names)}")
+    console.print(record["misfit"] or "fits")
+
+
+def _write(path: pathlib.Path, data: bytes) -> None:
+    """A file that is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)

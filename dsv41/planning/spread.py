@@ -1,0 +1,68 @@
+"""How many parts a mesh makes of requests, heads, experts and pages, and what passing between parts costs."""
+
+from __future__ import annotations
+
+import math
+
+from dsv41.sharding.mesh import MeshPreset
+from dsv41.sharding.rules import partition
+
+
+class Spread:
+    """Parts of logical axes on one mesh.
+
+    Attributes:
+      batch: parts of the requests; devices that differ in other axes only hold the same ones.
+      experts: parts of the routed experts.
+      dispatch: parts of the requests between which tokens travel to their experts.
+      pages: parts of one request's pages.
+      heads, vocab: parts of the heads and of the vocabulary.
+      rows, shared_rows: parts of Engram's rows, and those of them that hold the same requests.
+      reduced: parts whose sums of one token's feed-forward output must be added up.
+    """
+
+    def __init__(self, preset: MeshPreset) -> None:
+        self.preset = preset
+        batch, experts = self._axes("batch"), self._axes("experts")
+        self.batch = self._parts(batch)
+        self.experts = self._parts(experts)
+        self.dispatch = self._parts(batch & experts)
+        self.pages = self._parts(self._axes("pages") - batch)
+        self.heads = self._parts(self._axes("heads"))
+        self.vocab = self._parts(self._axes("vocab"))
+        self.rows = self._parts(self._axes("engram_rows"))
+        self.shared_rows = self._parts(self._axes("engram_rows") - batch)
+        self.reduced = self._parts((experts | self._axes("expert_mlp") | self._axes("mlp")) - batch)
+
+    def requests(self, batch: int) -> int:
+        """Requests of one device.
+
+        Raises:
+          MeshError: the mesh does not divide their number.
+        """
+        partition("requests", ["batch"], [batch], self.preset.axes, self.preset.rules)
+        return batch // self.batch
+
+    def gathered(self, logical: tuple[str | None, ...]) -> int:
+        """Parts of the requests that a matrix of these axes is spread over too: its tokens come from all of them."""
+        batch = self._axes("batch")
+        return self._parts(set().union(*(self._axes(name) for name in logical if name)) & batch)
+
+    def _axes(self, logical: str) -> set[str]:
+        return set(self.preset.rules[logical])
+
+    def _parts(self, axes: set[str]) -> int:
+        return math.prod(self.preset.axes[axis] for axis in axes)
+
+
+# Bytes that one of several devices sends and receives, together.
+
+
+def all_gather(own: float, parts: int) -> float:
+    """Every device gets the parts of all others; ``own`` are the bytes of one part."""
+    return 2 * (parts - 1) * own
+
+
+def all_reduce(whole: float, parts: int) -> float:
+    """Every device gets the sum of all; in two passes, each of the whole but one part."""
+    return 4 * (parts - 1) / parts * whole
