@@ -50,6 +50,7 @@ class BiasedLinear(nn.Module):
 class VisionNorm(nn.Module):
     """RMSNorm with a float32 weight, computed in float32, returned in x's dtype."""
 
+    settings: Settings
     width: int
     axes: Axes = ("vision_embed",)
 
@@ -137,7 +138,7 @@ class VisionBlock(nn.Module):
 
     def setup(self):
         width = self.settings.config.vision.hidden_size
-        self.norm1, self.norm2 = VisionNorm(width), VisionNorm(width)
+        self.norm1, self.norm2 = VisionNorm(self.settings, width), VisionNorm(self.settings, width)
         self.attn, self.mlp = VisionAttention(self.settings), VisionMLP(self.settings)
 
     def __call__(self, x: jax.Array, valid: jax.Array, table: RotaryTable) -> tuple[jax.Array, None]:
@@ -175,7 +176,7 @@ class VisionTower(nn.Module):
             metadata_params={nn.PARTITION_NAME: "layers"},
             check_constancy_invariants=False,  # as in the stacks of layers: it would trace the body twice
         )(self.settings)
-        self.norm = VisionNorm(vision.hidden_size)
+        self.norm = VisionNorm(self.settings, vision.hidden_size)
 
     def __call__(self, patches: jax.Array, grid: jax.Array) -> jax.Array:
         """``[patch, 3 · patch_size²]`` of a grid (rows, columns) to ``[patch, width]``; padding may hold anything."""
