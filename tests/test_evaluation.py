@@ -87,7 +87,8 @@ def test_tokens_of_a_random_model_choose_experts_evenly(two_layers):
     """As many of them are touched as the floor assumes."""
     config = load_config(two_layers)
     text = dataclasses.replace(config.text, n_routed_experts=64, num_experts_per_tok=2)
-    model, variables = widths.random_model(dataclasses.replace(config, text=text))
+    model = widths.shallow_model(dataclasses.replace(config, text=text))
+    variables = widths.balanced_variables(model)
     tokens = 32
     batch = TokenBatch(jnp.arange(3, 3 + tokens)[None], jnp.full(1, tokens, jnp.int32))
     state = widths.filled_state(model.settings, 1, 8, tokens)

@@ -8,7 +8,7 @@ import pathlib
 import sys
 from typing import NamedTuple
 
-from dsv41.commands.options import OptionError, add_mesh_options, mesh_of, positive
+from dsv41.commands.options import OptionError, add_mesh_options, meshes_of, positive
 
 _KERNELS = 40
 """Kernels of a profile that are printed, the costliest first."""
@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--steps", type=positive, default=64, metavar="N", help="decode steps of one timing")
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timings; the median is printed")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
-    add_mesh_options(parser)
+    add_mesh_options(parser, several=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,10 +76,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _widths(args: argparse.Namespace) -> int:
-    parallel = mesh_of(args)
+    meshes = meshes_of(args)
     from dsv41.config import load_config
     from dsv41.defaults import default_config
-    from dsv41.evaluation.widths import measure_widths, random_model
+    from dsv41.evaluation.widths import measure_widths, shallow_model
     from dsv41.sharding.parallel import SINGLE
     from pallas_kernels import backend
     from pallas_kernels.benchmark.limits import measure_limits
@@ -87,16 +87,15 @@ def _widths(args: argparse.Namespace) -> int:
     rows, limits = [], measure_limits()
     for directory in args.models or [None]:
         config = default_config() if directory is None else load_config(directory)
-        print(f"bench: random weights of {directory or 'the embedded model'} …", file=sys.stderr)
-        model, variables = random_model(config, parallel or SINGLE)
+        print(f"bench: {directory or 'the embedded model'}, random weights …", file=sys.stderr)
+        models = {name: shallow_model(config, parallel) for name, parallel in (meshes or {"–": SINGLE}).items()}
         names = args.back_end or tuple(dict.fromkeys((backend.preferred(), "xla")))
         options = (names, args.batch, args.context, args.chunk, args.steps, args.repeats, limits, args.profile)
-        for row in measure_widths(model, variables, *options):
+        for row in measure_widths(models, *options):
             print(f"bench: {json.dumps(row)}", file=sys.stderr)
-            rows.append({"mesh": args.mesh} | row if args.mesh else row)
+            rows.append(row)
         if args.profile is not None:
             _print_profiles(args.profile)
-        del variables
     return _print(args, rows, limits)
 
 

@@ -31,14 +31,18 @@ def _not_negative(text: str) -> int:
     return int(text)
 
 
-def add_mesh_options(parser: argparse.ArgumentParser) -> None:
-    """Options of a model that is divided over devices; :func:`mesh_of` reads them."""
+def add_mesh_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """Options of a model that is divided over devices; :func:`mesh_of`, or :func:`meshes_of` if several, reads them."""
     group = parser.add_argument_group(
         "mesh",
         "Divides the model over all devices. On several hosts the same command runs on each of them; TPU pods, Slurm "
         "and Open MPI tell the processes of each other, elsewhere the last three options do.",
     )
-    group.add_argument("--mesh", metavar="PRESET", help="a preset's name (configs/meshes) or a JSON file")
+    preset = "a preset's name (configs/meshes) or a JSON file"
+    if several:
+        group.add_argument("--mesh", nargs="+", metavar="PRESET", help=f"{preset}; several are measured in turn")
+    else:
+        group.add_argument("--mesh", metavar="PRESET", help=preset)
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 waits for the others")
     group.add_argument("--processes", type=positive, metavar="N", help="how many there are")
     group.add_argument("--process", type=_not_negative, metavar="I", help="which one this is, from 0")
@@ -53,17 +57,23 @@ def mesh_of(args: argparse.Namespace) -> Parallel | None:
       OptionError: options of several processes without a mesh.
       MeshError: no such preset, a number of devices that is not the mesh's, or processes that cannot find each other.
     """
+    found = meshes_of(argparse.Namespace(**vars(args) | {"mesh": None if args.mesh is None else [args.mesh]}))
+    return next(iter(found.values()), None)
+
+
+def meshes_of(args: argparse.Namespace) -> dict[str, Parallel]:
+    """:func:`mesh_of` of every mesh that is named, by their names; empty without ``--mesh``."""
     if args.mesh is None:
         for name in ("coordinator", "processes", "process"):
             if getattr(args, name) is not None:
                 raise OptionError(f"--{name} needs --mesh")
-        return None
+        return {}
     from dsv41.sharding.distributed import initialize
     from dsv41.sharding.mesh import load_preset
 
-    preset = load_preset(args.mesh)
+    presets = [load_preset(name) for name in args.mesh]
     initialize(args.coordinator, args.processes, args.process)
-    return preset.parallel()
+    return {preset.name: preset.parallel() for preset in presets}
 
 
 def read_text(path: pathlib.Path) -> str:

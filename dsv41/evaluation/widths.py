@@ -10,11 +10,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jax.stages import Compiled
 
 from dsv41.checkpoint.placement import flatten_tree, unflatten_tree
 from dsv41.config import ModelConfig
+from dsv41.declared import abstract_variables
 from dsv41.evaluation.floors import step_work
 from dsv41.evaluation.launches import launches
 from dsv41.layer_table import Mode, stack_plan
@@ -48,17 +50,21 @@ _ROUTER_BIASES = (("gate", "bias"), ("gate", "bias_vl"))
 _PAGES = 1024
 
 
-def random_model(config: ModelConfig, parallel: Parallel = SINGLE) -> tuple[Model, Variables]:
-    """One repetition of each group of layers, with random weights drawn on the devices.
+def shallow_model(config: ModelConfig, parallel: Parallel = SINGLE) -> Model:
+    """A model of one repetition of each group of layers."""
+    return Model(dataclasses.replace(Settings.default(one_of_each_group(config)), parallel=parallel))
+
+
+def balanced_variables(model: Model) -> Variables:
+    """Random weights drawn on the devices.
 
     The routers' biases are 0: random ones would send all tokens to the same few experts, and the floor assumes what
     training aims at, that tokens choose evenly.
     """
-    model = Model(dataclasses.replace(Settings.default(one_of_each_group(config)), parallel=parallel))
     variables = device_random_variables(model, 0)
     params = flatten_tree(variables["params"])
     biases = {path: jnp.zeros_like(leaf) for path, leaf in params.items() if path[-2:] in _ROUTER_BIASES}
-    return model, variables | {"params": unflatten_tree(params | biases)}
+    return variables | {"params": unflatten_tree(params | biases)}
 
 
 def filled_state(settings: Settings, batch: int, context: int, room: int) -> ModelState:
@@ -122,6 +128,7 @@ class Case(NamedTuple):
     """What is timed: ``batch`` requests that decode together, and a chunk of one request of every batch shard, all at
     ``context`` tokens."""
 
+    mesh: str
     back_end: str
     batch: int
     context: int
@@ -136,8 +143,7 @@ class _Programs(NamedTuple):
 
 
 def measure_widths(
-    model: Model,
-    variables: Variables,
+    models: Mapping[str, Model],
     back_ends: Sequence[str],
     batches: Sequence[int],
     contexts: Sequence[int],
@@ -147,11 +153,12 @@ def measure_widths(
     limits: Limits,
     profile: pathlib.Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """One row for each batch, context and back end.
+    """One row for each model, batch, context and back end.
 
     All programs are compiled side by side before the first is timed: one takes a minute, and a few cores are idle.
 
     Args:
+      models: the same model on meshes by their names. One at a time has weights.
       chunk: tokens of a prefill chunk, through all layers.
       steps: decode steps of one timing, and ``repeats`` of them; steps do not wait for the host.
       profile: a directory for traces of a decode step and a chunk of the first back end's cases, in folders of their
@@ -162,11 +169,16 @@ def measure_widths(
       seconds to compile both; launches of a step and of a chunk, and those of one of its Reuse layers (the longest run
       of them, 0 without one). Or ``failed``, why a case has none of them.
     """
-    cases = [Case(name, batch, context) for batch in batches for context in contexts for name in back_ends]
+    cases = [Case(*case) for case in itertools.product(models, back_ends, batches, contexts)]
     lengths = _Lengths(chunk, steps, repeats)
     with concurrent.futures.ThreadPoolExecutor(min(len(cases), os.cpu_count() or 1)) as pool:
-        compiled = [pool.submit(_compile, model, variables, case, lengths) for case in cases]
+        compiled = [pool.submit(_compile, models[case.mesh], case, lengths) for case in cases]
+    variables, drawn = None, None
     for case, programs in zip(cases, compiled, strict=True):
+        model = models[case.mesh]
+        if case.mesh != drawn:
+            variables = None  # those before are freed first
+            variables, drawn = balanced_variables(model), case.mesh
         row = {**case._asdict(), "layers": model.settings.text.num_hidden_layers}
         traced = profile if case.back_end == back_ends[0] else None
         try:
@@ -225,8 +237,10 @@ class _Lengths(NamedTuple):
         return case.context + self.chunk * (self.repeats + 2)
 
 
-def _compile(model: Model, variables: Variables, case: Case, lengths: _Lengths) -> _Programs:
+def _compile(model: Model, case: Case, lengths: _Lengths) -> _Programs:
     begin = time.perf_counter()
+    token_map = jax.ShapeDtypeStruct((model.settings.text.vocab_size,), jnp.int32)
+    variables = {"params": abstract_variables(model), "constants": {"token_map": token_map}}
 
     def state(batch: int, tokens: int) -> ModelState:
         return jax.eval_shape(lambda: create_sequential_state(model.settings.whole, batch, tokens))

@@ -21,8 +21,8 @@ def cases() -> list[Case]:
     prefill_note = "target: 300 TFLOP/s at 1024 queries and more; next: fewer instructions a value unpacked"
     decode_note = (
         "target: 60 % of the floor; one block has one query, whose tiles pass through two slots. Fetching and "
-        "unpacking a tile take longer than its products; next: two consumers over disjoint tiles, merged in shared "
-        "memory"
+        "unpacking a tile take longer than its products, and a third of the time is a block's beginning and end; next: "
+        "a shorter beginning, and the fence between fetching and reading on the reader's side"
     )
     split_note = "a query's tiles are cut among eight blocks; next: merge their sums in the kernel, not in two launches"
     window_note = "two tiles: nearly all of it is a block's beginning and end"
