@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pathlib
 
@@ -21,31 +22,53 @@ PAGE_TOKENS = 8
 # Compiling is most of the suite's time: both test processes, the notebooks' kernels and the next run share what was
 # compiled. A program is found again by its own text, so changed code never meets an old program.
 # Optimised code takes longer to compile, and these small models hardly run faster by it: LLVM optimises nothing here.
-# XLA has no unoptimised code for GPUs. (Fusions emitted without MLIR would compile sooner still, but they round
-# differently in different programs, and some are compared bit for bit.)
+# XLA has no unoptimised code for GPUs. Fusions emitted without MLIR compile sooner too, where XLA can still do so; a
+# value may then round differently in different programs: a test that compares two bit for bit asks for ROUNDING_ALIKE.
 # Eight devices, of which only tests of meshes use more than the first.
 _DEVICES = "--xla_force_host_platform_device_count=8"
 _FAST_COMPILING = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
+ROUNDING_ALIKE: dict[str, bool] = {}
+if jax.__version_info__ < (0, 11):
+    _FAST_COMPILING += " --xla_cpu_use_fusion_emitters=false"
+    ROUNDING_ALIKE["xla_cpu_use_fusion_emitters"] = True
 if not pathlib.Path("/dev/nvidiactl").exists():
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES} {_FAST_COMPILING}"
+    # The last of two equal flags holds: what the environment says.
+    os.environ["XLA_FLAGS"] = f"{_DEVICES} {_FAST_COMPILING} {os.environ.get('XLA_FLAGS', '')}"
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parent.parent / ".pytest_cache" / "compiled")
 )
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+# Tracing makes many objects that live long: Python would look through all of them for garbage again and again.
+gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-chip", action="store_true", help="compile the longest TPU programs for every chip too")
 
 
-# Their single tests take longest: begun last, one of them would keep one process busy while the other is done.
-_FIRST = ("test_verify.py", "test_speculation.py", "test_notebooks.py")
+# A process keeps what it has traced and compiled: files that use the same programs go to one, the longest first.
+_TOGETHER = {
+    "engines": ("test_cli.py", "test_generate.py", "test_speculative_engine.py", "test_picture_prompts.py"),
+    "states": ("test_invariants.py", "test_faults.py", "test_engram_steps.py", "test_evaluation.py"),
+}
+_FIRST = ("engines", "states", "test_verify.py", "test_speculation.py", "test_tpu_aot.py", "test_sharded_steps.py")
+_GROUPS = {name: group for group, names in _TOGETHER.items() for name in names}
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first; those marked ``gpu`` are skipped where there is none."""
-    items.sort(key=lambda item: item.path.name not in _FIRST)
+    """Groups tests by processes; those marked ``gpu`` are skipped where there is none."""
+
+    def group(item: pytest.Item) -> str:
+        return _GROUPS.get(item.path.name, item.path.name)
+
+    def place(item: pytest.Item) -> int:
+        return _FIRST.index(group(item)) if group(item) in _FIRST else len(_FIRST)
+
+    items.sort(key=place)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
     if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):

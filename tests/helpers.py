@@ -59,16 +59,21 @@ def with_text(config: ModelConfig, **fields) -> ModelConfig:
 
 
 def random_model(cache_rounding: bool, **text_fields) -> tuple[Model, dict]:
-    """A model of mini8's sizes in another layout, with random weights."""
-    return _random_model(cache_rounding, tuple(sorted(text_fields.items())))
+    """A model of mini8's sizes in another layout, with random weights; those of one layout are made once."""
+    fields = tuple(sorted(text_fields.items()))
+    return _random_model(cache_rounding, fields), _random_variables(fields)
 
 
 @functools.cache
-def _random_model(cache_rounding: bool, text_fields: tuple) -> tuple[Model, dict]:
+def _random_model(cache_rounding: bool, text_fields: tuple) -> Model:
     config = with_text(mini8_config(), **dict(text_fields))
     page_tokens = math.lcm(PAGE_TOKENS, *layer_table(config.text).ratios)
-    model = Model(Settings.default(config, cache_rounding=cache_rounding, page_tokens=page_tokens))
-    return model, random_variables(model, 3, None)
+    return Model(Settings.default(config, cache_rounding=cache_rounding, page_tokens=page_tokens))
+
+
+@functools.cache
+def _random_variables(text_fields: tuple) -> dict:
+    return random_variables(_random_model(False, text_fields), 3, None)
 
 
 def random_tokens(seed: int, *shape: int) -> np.ndarray:
@@ -76,7 +81,9 @@ def random_tokens(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, 490, shape).astype(np.int32)
 
 
-# States
+# States. Made, poisoned and copied by a program each: run operation by operation, every shape would compile one.
+
+_create = jax.jit(create_state, static_argnums=(0, 1, 2, 3))
 
 
 def fresh_state(settings: Settings, seed: int = 0, slots: int = SLOTS) -> ModelState:
@@ -88,7 +95,7 @@ def fresh_state(settings: Settings, seed: int = 0, slots: int = SLOTS) -> ModelS
     pages = slots * table_pages + SPARE_PAGES
     order = np.random.default_rng(seed).permutation(pages).astype(np.int32)
     table = order[: slots * table_pages].reshape(slots, table_pages)
-    state = create_state(settings, slots, pages, table_pages).replace(page_table=jnp.asarray(table))
+    state = _create(settings, slots, pages, table_pages).replace(page_table=jnp.asarray(table))
     return jax.device_put(state, jax.local_devices()[0])
 
 
@@ -97,6 +104,7 @@ def poisoned(tree):
     return jax.tree.map(lambda x: jnp.full_like(x, 0xFF if x.dtype == jnp.uint8 else jnp.nan), tree)
 
 
+@jax.jit
 def poison_contents(state: ModelState) -> ModelState:
     """The state of empty requests with NaN in every page, ring slot and tail."""
 
@@ -111,11 +119,13 @@ def poison_contents(state: ModelState) -> ModelState:
     )
 
 
+@jax.jit
 def copied(state: ModelState) -> ModelState:
     """A copy that survives the donation of the state."""
     return jax.tree.map(jnp.copy, state)
 
 
+@jax.jit
 def lost_rings(state: ModelState, begin: np.ndarray | int = 0) -> ModelState:
     """Pages as they are; everything else that requests own is gone, and what lay there is NaN."""
     empty = poison_contents(state)

@@ -12,11 +12,11 @@ import pytest
 from dsv41.checkpoint import CheckpointReader, RandomSource, abstract_parameters, load_checkpoint
 from dsv41.checkpoint.placement import flatten_tree
 from dsv41.config import load_config
+from dsv41.declared import abstract_variables
 from dsv41.engram.addresses import NgramHistory
 from dsv41.engram.feed import EngramFeed
 from dsv41.engram.loading import TABLE_KINDS, open_tables
 from dsv41.inference.prefill import ImageSpan, PrefillOptions, prefill
-from dsv41.declared import abstract_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.steps.acceptance import Rule
@@ -38,8 +38,15 @@ from tests.helpers import (
     with_text,
 )
 
-# The first Engram before the encoder's second layer, another in the decoder.
-LAYOUT = SMALL_LAYOUT | {"engram_layer_ids": (1, 3), "engram_num_embeddings": (1362, 1552)}
+# The first Engram before the encoder's second layer, another in the decoder; layers that compile soon.
+LAYOUT = SMALL_LAYOUT | {
+    "compress_ratios": (0, 2, 1, 1),
+    "kv_source_layer_ids": (1, 2),
+    "index_source_layer_ids": (1, 2),
+    "candidate_source_layer_id": None,
+    "engram_layer_ids": (1, 3),
+    "engram_num_embeddings": (1362, 1552),
+}
 OPTIONS = PrefillOptions(chunk_sizes=(16,))
 PROMPTS = [random_tokens(7, 50).tolist(), random_tokens(8, 37).tolist()]
 HIT = 36
@@ -206,9 +213,10 @@ def test_requests_that_come_and_go_between_steps(pair):
 
 
 def test_exact_prefill_reads_for_both_stacks(pair):
-    """A prompt within the window, where replay is exact too."""
+    """Prompts within the window, where replay is exact too."""
     _, outside = pair
-    short = {"prompts": [prompt[:14] for prompt in PROMPTS], "images": [[], []]}
+    picture = ImageSpan(4, IMAGES[0][0].embeddings)
+    short = {"prompts": [prompt[:14] for prompt in PROMPTS], "images": [[picture], []]}
     with feed_of(*outside) as feed:
         exact = dataclasses.replace(OPTIONS, mode="exact")
         a, b = Run(*outside, feed), Run(*outside, feed)

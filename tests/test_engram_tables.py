@@ -15,11 +15,13 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dsv41.checkpoint import CheckpointError, CheckpointReader, RandomSource, copy_checkpoint
 from dsv41.config import ModelConfig, load_config
-from dsv41.engram.loading import TABLE_KINDS, mapped_table, open_tables
-from dsv41.engram.tables import EngramTable, pinned_memory
+from dsv41.engram.loading import TABLE_KINDS, mapped_table, open_tables, sharded_table
+from dsv41.engram.tables import EngramTable, ShardedTable, pinned_memory
 from pallas_kernels.formats import FP8_E8M0, Packed
 from tests.conftest import GOLDEN
 
@@ -128,19 +130,17 @@ def test_a_back_end_without_pinned_memory_is_named():
 
 # Several devices
 
-_SHARDED = """
-import sys
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from dsv41.checkpoint import CheckpointReader
-from dsv41.config import load_config
-from dsv41.engram.loading import mapped_table, sharded_table
-from dsv41.engram.tables import ShardedTable
-from pallas_kernels.formats import Packed
 
-mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "rows"))
-for config_dir, directory in zip(sys.argv[1::2], sys.argv[2::2]):
-    config, reader = load_config(config_dir), CheckpointReader(directory)
+@pytest.fixture
+def mesh() -> Mesh:
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "rows"))
+
+
+@pytest.mark.parametrize("flavour", ["fp8", "f32"])
+def test_rows_over_eight_devices(mesh, flavour, checkpoints):
+    config, reader = load_config(GOLDEN / "mini8" / flavour), checkpoints[flavour]
     rows = config.text.engram_num_embeddings[0]
     assert rows % 4
     table = sharded_table(reader, config, 1, mesh, "rows")
@@ -154,34 +154,18 @@ for config_dir, directory in zip(sys.argv[1::2], sys.argv[2::2]):
         assert np.asarray(shard.data).tobytes() == weight[ids].tobytes()
     if found.scales is not None:
         assert np.asarray(found.scales).tobytes() == reader.read("layers.1.engram.embed.scale")[ids].tobytes()
-    try:
+    with pytest.raises(IndexError, match=f"row {rows} of a table of {rows}"):
         table.lookup(np.array([rows], np.int32))  # a row of padding
-    except IndexError as error:
-        assert f"row {rows} of a table of {rows}" in str(error)
-    else:
-        raise AssertionError("padding was looked up")
     everywhere = NamedSharding(mesh, P())
     assert mapped_table(reader, config, 1, everywhere).lookup(ids).payload.sharding == everywhere
 
-# -0 and every bit of a NaN survive the sum over devices.
-bits = np.array([[0x80000000, 0x7FC12345], [0xFFC00001, 0x00000001], [0, 0x3F800000], [1, 2]], np.uint32)
-whole = jax.device_put(bits.view(np.float32), NamedSharding(mesh, P("rows")))
-found = ShardedTable(Packed(whole, None), 4, mesh, "rows").lookup(np.arange(4, dtype=np.int32))
-assert np.asarray(found.payload).tobytes() == bits.tobytes()
-print("done")
-"""
 
-
-def test_rows_over_eight_devices(checkpoints):
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
-    arguments = [str(x) for f in ("fp8", "f32") for x in (GOLDEN / "mini8" / f, checkpoints[f].directory)]
-    command = [sys.executable, "-c", _SHARDED, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.stdout.endswith("done\n"), result.stderr
+def test_every_bit_survives_the_sum_over_devices(mesh):
+    """−0, and every bit of a NaN."""
+    bits = np.array([[0x80000000, 0x7FC12345], [0xFFC00001, 0x00000001], [0, 0x3F800000], [1, 2]], np.uint32)
+    whole = jax.device_put(bits.view(np.float32), NamedSharding(mesh, P("rows")))
+    found = ShardedTable(Packed(whole, None), 4, mesh, "rows").lookup(np.arange(4, dtype=np.int32))
+    assert np.asarray(found.payload).tobytes() == bits.tobytes()
 
 
 # The true size

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dsv41.config import load_config
+from dsv41.declared import parameter_partitions
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.sharding.mesh import PRESETS, load_preset, parse_preset
-from dsv41.declared import parameter_partitions
 from dsv41.sharding.parameters import device_bytes
 from dsv41.sharding.rules import AXES, DEFAULT_RULES, MeshError, part_shape, partition
 

@@ -70,3 +70,23 @@ def test_no_page_has_two_owners_and_none_is_lost(actions):
     owned = np.concatenate([held(pages, row) for row in range(4)]).astype(int).tolist()
     assert len(set(owned)) == len(owned)
     assert len(owned) + pages.free == 11
+
+
+def test_pages_of_a_request_go_over_the_shards_in_turn():
+    pages = PageAllocator(batch=2, pages=12, table_pages=6, page_tokens=64, shards=3)
+    pages.reserve(0, 5 * 64)
+    np.testing.assert_array_equal(pages.table[0, :5] // 4, [0, 1, 2, 0, 1])
+    assert pages.free == 7
+    # Of shard 0 and 1 two pages each are left, of shard 2 three.
+    assert pages.fits(6 * 64)
+    pages.reserve(1, 4 * 64)
+    assert not pages.fits(4 * 64)
+    with pytest.raises(OutOfPages, match="need 2 more pages on one shard; 1 are free"):
+        PageAllocator(batch=1, pages=3, table_pages=6, page_tokens=64, shards=3).reserve(0, 4 * 64)
+    pages.reserve(0, 6 * 64)
+    assert pages.table[0, 5] // 4 == 2
+    pages.release(0)
+    pages.release(1)
+    assert pages.free == 12
+    pages.reserve(1, 6 * 64)
+    np.testing.assert_array_equal(pages.table[1] // 4, [0, 1, 2, 0, 1, 2])

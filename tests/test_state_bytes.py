@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from dsv41.config import load_config
+from dsv41.declared import abstract_variables
+from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.state.memory import bytes_per_token, entry_bytes
 from dsv41.state.request import create_state
@@ -17,8 +19,8 @@ from dsv41.steps.decode import decode_step
 from pallas_kernels import tiling
 from pallas_kernels.formats import FP4_E8M0, Packed
 from pallas_kernels.index_select import BlockSelection, index_select
-from tests.conftest import GOLDEN
-from tests.helpers import SLOTS, SMALL_LAYOUT, random_model
+from tests.conftest import GOLDEN, PAGE_TOKENS
+from tests.helpers import SLOTS, SMALL_LAYOUT, mini8_config, with_text
 
 OFFICIAL = Settings.default(load_config(GOLDEN.parents[2] / "configs" / "deepseek-v4.1-flash"))
 TEXT = OFFICIAL.text
@@ -68,10 +70,13 @@ def test_a_decode_step_updates_the_pool_in_place():
     """A pool of a million pages goes in and comes out in one place, and no part of it is copied on the way."""
     # Index keys as wide as the official ones: XLA on CPU lays out mini8's one scale a key differently inside a loop,
     # and copies that leaf.
-    model, variables = random_model(True, **SMALL_LAYOUT, index_head_dim=TEXT.index_head_dim)
+    config = with_text(mini8_config(), **SMALL_LAYOUT, index_head_dim=TEXT.index_head_dim)
+    model = Model(Settings.default(config, page_tokens=PAGE_TOKENS))
+    token_map = jax.ShapeDtypeStruct((model.settings.text.vocab_size,), jnp.int32)
+    variables = {"params": abstract_variables(model), "constants": {"token_map": token_map}}
     state = jax.eval_shape(functools.partial(create_state, model.settings, SLOTS, 10**6, 32))
     ids, active = (jax.ShapeDtypeStruct((SLOTS,), dtype) for dtype in (jnp.int32, jnp.bool_))
-    compiled = decode_step.lower(model, jax.eval_shape(lambda: variables), state, ids, active).compile()
+    compiled = decode_step.lower(model, variables, state, ids, active).compile()
     memory = compiled.memory_analysis()
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.memory))
     assert memory.alias_size_in_bytes >= tree_bytes(state.memory)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import pathlib
 import statistics
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dsv41.commands.options import OptionError, positive, read_text
+from dsv41.commands.options import OptionError, add_mesh_options, positive, read_text
 
 if TYPE_CHECKING:
     from dsv41.commands.output import ChatOutput, TextOutput
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from dsv41.inference.engine import Engine, EngineOptions
     from dsv41.inference.measurements import AcceptanceStatistics
     from dsv41.inference.requests import Completion, Request
+    from dsv41.sharding.parallel import Parallel
 
 _WEIGHTS_SEED = 0
 _NOISE = "No --checkpoint: the embedded small model has random weights, so its text is noise."
@@ -110,6 +113,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="where the rows of the n-gram tables lie: with the other weights (default), in pinned host memory, or in "
         "the checkpoint's file; from the host they are read ahead",
     )
+    add_mesh_options(parser)
+
+
+def _leads(parallel: Parallel | None) -> bool:
+    """Whether this process is the one that prints and writes files."""
+    if parallel is None:
+        return True
+    from dsv41.sharding.distributed import is_leader
+
+    return is_leader()
 
 
 def _draft_depth(text: str) -> int | str:
@@ -136,6 +149,9 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--engram mapped: only the table of a --checkpoint can be mapped")
     if args.weights == "packed" and config.quantization is None:
         raise OptionError("--weights packed: the model's weights are not quantised")
+    parallel = mesh_of(args)
+    if not _leads(parallel):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     options = _engine_options(args)
     try:
         limit = options.length_limit(config)
@@ -149,17 +165,18 @@ def run(args: argparse.Namespace) -> int:
     defaults = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed", "stop")}
     if args.prompts is not None:
         chat = ChatFormats(config, tokenizer)
-        return _run_file(args, config, options, defaults, lambda r: prompt_tokens(r, config, tokenizer, limit), chat)
+        check = functools.partial(prompt_tokens, config=config, tokenizer=tokenizer, max_length=limit)
+        return _run_file(args, config, options, parallel, defaults, check, chat)
     if args.chat is not None:
         chat_prompt = ChatFormats(config, tokenizer).get().read(args.chat)
         fields = {**defaults, **chat_prompt.options, "tokens": chat_prompt.tokens, "images": chat_prompt.images}
         request = Request(**fields)
         prompt_tokens(request, config, tokenizer, limit)
-        return _run_prompt(_engine(args, config, options), request, ChatOutput(chat_prompt.reader()))
+        return _run_prompt(_engine(args, config, options, parallel), request, ChatOutput(chat_prompt.reader()))
     prompt = args.prompt if args.prompt is not None else read_text(args.prompt_file)
     request = Request(prompt=prompt, images=args.image, **defaults)
     prompt_tokens(request, config, tokenizer, limit)
-    return _run_prompt(_engine(args, config, options), request, TextOutput())
+    return _run_prompt(_engine(args, config, options, parallel), request, TextOutput())
 
 
 def _engine_options(args: argparse.Namespace) -> EngineOptions:
@@ -179,19 +196,22 @@ def _engine_options(args: argparse.Namespace) -> EngineOptions:
     )
 
 
-def _engine(args: argparse.Namespace, config: ModelConfig, options: EngineOptions) -> Engine:
+def _engine(args: argparse.Namespace, config: ModelConfig, options: EngineOptions, parallel: Parallel | None) -> Engine:
     from dsv41.inference.engine import Engine
+    from dsv41.sharding.parallel import SINGLE
+
+    parallel = parallel or SINGLE
 
     if args.checkpoint is None:
         print(_NOISE, file=sys.stderr)
-        return Engine.random(config, options, seed=_WEIGHTS_SEED)
+        return Engine.random(config, options, seed=_WEIGHTS_SEED, parallel=parallel)
     packed = None if args.weights is None else args.weights == "packed"
     with _bar("weights", "B") as bar:
 
         def show(progress: Any) -> None:
             bar.update(progress.bytes_read - bar.n)
 
-        return Engine.from_checkpoint(args.checkpoint, options, packed_weights=packed, progress=show)
+        return Engine.from_checkpoint(args.checkpoint, options, packed_weights=packed, progress=show, parallel=parallel)
 
 
 def _run_prompt(engine: Engine, request: Request, output: TextOutput | ChatOutput) -> int:
@@ -214,6 +234,7 @@ def _run_file(
     args: argparse.Namespace,
     config: ModelConfig,
     options: EngineOptions,
+    parallel: Parallel | None,
     defaults: dict[str, Any],
     check: Any,
     chat: ChatFormats,
@@ -221,7 +242,7 @@ def _run_file(
     from dsv41.commands.prompt_file import CompletionFile, read_requests
 
     requests, conversations = read_requests(args.prompts, defaults, check, chat)
-    with CompletionFile(args.out) as out:
+    with CompletionFile(args.out, writes=_leads(parallel)) as out:
         if out.dropped_line:
             print(f"{args.out}: dropped an unfinished last line", file=sys.stderr)
         remaining = [request for request in requests if request.id not in out.done]
@@ -230,7 +251,7 @@ def _run_file(
             print(f"{args.out}: {skipped} of {len(requests)} requests are done already", file=sys.stderr)
         if not remaining:
             return 0
-        engine = _engine(args, config, options)
+        engine = _engine(args, config, options, parallel)
         completions = []
         with _bar("requests", "", total=len(requests), initial=skipped) as bar:
             for event in engine.stream(remaining):

@@ -104,8 +104,11 @@ class CompletionFile:
       dropped_line: the file ended in the middle of a line (an interrupted run); that piece was cut off.
     """
 
-    def __init__(self, path: pathlib.Path) -> None:
+    def __init__(self, path: pathlib.Path, writes: bool = True) -> None:
         """Opens or creates the file and reads what is done.
+
+        Args:
+          writes: False only reads: of several processes on a mesh one writes.
 
         Raises:
           OptionError: a whole line is not a completion; names file and line.
@@ -123,12 +126,17 @@ class CompletionFile:
             if not complete:
                 raise OptionError(f"{path}:{number}: not a completion; give another --out file or mend the line")
         self.dropped_line = len(whole) < len(content)
-        if self.dropped_line:
-            os.truncate(path, len(whole))
-        self._file = path.open("ab")
+        self._file = None
+        if writes:
+            if self.dropped_line:
+                os.truncate(path, len(whole))
+            self._file = path.open("ab")
 
     def write(self, completion: Completion, conversation: ChatPrompt | None = None) -> None:
         """Appends one completion; one of a conversation has its message, parsed, as ``message``."""
+        self.done.add(completion.id)
+        if self._file is None:
+            return
         line = completion.to_json()
         if conversation is not None:
             reader = conversation.reader()
@@ -136,10 +144,10 @@ class CompletionFile:
             line["message"] = reader.finish(completion.finish_reason).message
         self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        self.done.add(completion.id)
 
     def __enter__(self) -> CompletionFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import os
 import pathlib
@@ -31,6 +32,9 @@ from dsv41.model import Model
 from dsv41.pictures.encoder import EncodedPicture, Pictures
 from dsv41.pictures.files import picture_plan
 from dsv41.settings import Settings
+from dsv41.sharding.parallel import SINGLE, Parallel
+from dsv41.sharding.requests import context_shards
+from dsv41.sharding.rules import MeshError
 from dsv41.steps.acceptance import Rule
 from dsv41.steps.prefill import Variables
 from dsv41.tokens.tokenizer import Tokenizer
@@ -68,6 +72,7 @@ class Engine:
             this engine takes encoded pictures only.
         """
         self.model, self.variables, self.tokenizer, self.options = model, variables, tokenizer, options
+        check_mesh(model.settings, options)
         self.compile_s = 0.0
         self._load_pictures, self._pictures = load_pictures, None
         self._limit = options.length_limit(model.settings.config)
@@ -90,6 +95,7 @@ class Engine:
         *,
         packed_weights: bool | None = None,
         progress: Callable[[LoadProgress], None] | None = None,
+        parallel: Parallel = SINGLE,
     ) -> Engine:
         """An engine for a checkpoint in the public layout.
 
@@ -97,8 +103,10 @@ class Engine:
           packed_weights: True keeps quantised weights as they are stored, False multiplies them out; None: packed
             where the checkpoint is quantised.
           progress: called while the weights are read.
+          parallel: the mesh that the model is divided over; one device by default.
 
         Raises:
+          MeshError: the model or the options do not fit the mesh.
           ConfigError, CheckpointError: the checkpoint cannot be run; the message names field or tensor.
           ValueError: an option does not fit the model.
         """
@@ -108,20 +116,35 @@ class Engine:
         options.check_speculation(config)
         in_step = options.engram == "device"
         settings = Settings.default(config, packed_weights=packed_weights, engram_in_step=in_step)
+        settings = dataclasses.replace(settings, parallel=parallel)
+        check_mesh(settings, options)
         model, tokenizer, reader = Model(settings), model_tokenizer(config), CheckpointReader(directory)
         tables = None if in_step else open_tables(options.engram, reader, config, jax.local_devices()[0])
         variables = checkpoint_variables(model, directory, tokenizer, progress)
-        pictures = functools.partial(Pictures, model.settings, reader)
+        pictures = functools.partial(Pictures, model.settings.whole, reader)
         drafter = _load_drafter(model, options, reader, progress)
         return cls(model, variables, tokenizer, options, pictures, drafter, tables)
 
     @classmethod
-    def random(cls, config: ModelConfig, options: EngineOptions = DEFAULT_OPTIONS, *, seed: int = 0) -> Engine:
-        """An engine with random weights: everything runs, the text is noise."""
+    def random(
+        cls,
+        config: ModelConfig,
+        options: EngineOptions = DEFAULT_OPTIONS,
+        *,
+        seed: int = 0,
+        parallel: Parallel = SINGLE,
+    ) -> Engine:
+        """An engine with random weights: everything runs, the text is noise.
+
+        Raises:
+          MeshError: the model or the options do not fit the mesh.
+        """
         in_step, source = options.engram == "device", RandomSource(config, seed)
-        model, tokenizer = Model(Settings.default(config, engram_in_step=in_step)), model_tokenizer(config)
+        settings = dataclasses.replace(Settings.default(config, engram_in_step=in_step), parallel=parallel)
+        check_mesh(settings, options)
+        model, tokenizer = Model(settings), model_tokenizer(config)
         tables = None if in_step else open_tables(options.engram, source, config, jax.local_devices()[0])
-        pictures = functools.partial(Pictures, model.settings, source)
+        pictures = functools.partial(Pictures, model.settings.whole, source)
         drafter = _load_drafter(model, options, source)
         variables = random_variables(model, seed, tokenizer)
         return cls(model, variables, tokenizer, options, pictures, drafter, tables)
@@ -149,17 +172,20 @@ class Engine:
         return self._run(requests, prompts, on_prefill) if requests else iter(())
 
     def slot_shape(self, lengths: Sequence[int]) -> SlotShape:
-        """The batch in which requests of these total lengths run."""
-        options, page_tokens = self.options, self.model.settings.page_tokens
-        limit_pages = -(-self._limit // page_tokens)
+        """The batch in which requests of these total lengths run; on a mesh whole parts of it."""
+        options, page_tokens, parallel = self.options, self.model.settings.page_tokens, self.model.settings.parallel
+        shards, contexts = parallel.parts("batch"), context_shards(parallel)
+        limit_pages = _whole_parts(-(-self._limit // page_tokens), contexts)
         if options.deterministic:
             batch, table_pages = options.max_batch, limit_pages
         else:
-            batch = min(_power_of_two(len(lengths)), options.max_batch)
-            table_pages = min(_power_of_two(-(-max(lengths) // page_tokens)), limit_pages)
+            batch = min(_whole_parts(_power_of_two(len(lengths)), shards), options.max_batch)
+            pages = _whole_parts(_power_of_two(-(-max(lengths) // page_tokens)), contexts)
+            table_pages = min(pages, limit_pages)
         pages = batch * table_pages
         if options.pool_tokens is not None:
-            pages = min(pages, options.pool_tokens // page_tokens)
+            parts = shards * contexts
+            pages = min(pages, options.pool_tokens // (page_tokens * parts) * parts)
         return SlotShape(batch, pages, table_pages)
 
     def _checked(self, index: int, request: Request) -> tuple[int, ...]:
@@ -170,6 +196,9 @@ class Engine:
             prompt = prompt_tokens(request, settings.config, self.tokenizer, self._limit)
             length = len(prompt) + request.max_new_tokens
             pool, page_tokens = self.options.pool_tokens, settings.page_tokens
+            if pool is not None:
+                # A request lies on one batch shard.
+                pool //= settings.parallel.parts("batch")
             if pool is not None and -(-length // page_tokens) > pool // page_tokens:
                 raise RequestError(
                     f"max_new_tokens: {request.max_new_tokens} after a prompt of {len(prompt)} tokens never fit into "
@@ -211,23 +240,26 @@ class Engine:
         start = time.perf_counter()
         while waiting or live:
             # In order of arrival: a short request does not overtake a long one that waits for pages.
-            while waiting and slots.has_room(len(prompts[waiting[0]]) + requests[waiting[0]].max_new_tokens):
-                index = waiting.popleft()
-                progress = None if on_prefill is None else lambda count, i=index: on_prefill(i, count)
+            while rows := slots.room_for([len(prompts[i]) + requests[i].max_new_tokens for i in waiting]):
+                entering = [waiting.popleft() for _ in rows]
+                progress = None if on_prefill is None else lambda i, count, group=entering: on_prefill(group[i], count)
                 opened = time.perf_counter()
-                pictures = [self._embeddings(image) for image in requests[index].images]
-                row, token = slots.open(requests[index], prompts[index], progress, pictures)
-                live[row] = Progress(
-                    self.model.settings,
-                    self.tokenizer,
-                    sizes,
-                    index,
-                    requests[index],
-                    len(prompts[index]),
-                    start,
-                    opened,
-                )
-                yield self._advance(slots, live, row, token)
+                pictures = [[self._embeddings(image) for image in requests[i].images] for i in entering]
+                arguments = ([requests[i] for i in entering], [prompts[i] for i in entering])
+                tokens = slots.open(rows, *arguments, progress, pictures)
+                for row, index in zip(rows, entering, strict=True):
+                    live[row] = Progress(
+                        self.model.settings,
+                        self.tokenizer,
+                        sizes,
+                        index,
+                        requests[index],
+                        len(prompts[index]),
+                        start,
+                        opened,
+                    )
+                for row, token in zip(rows, tokens, strict=True):
+                    yield self._advance(slots, live, row, token)
             if not live:
                 continue
             tokens = slots.step()
@@ -313,6 +345,28 @@ def _load_drafter(
         return None
     drafter = Drafter(model.settings)
     return LoadedDrafter(drafter, load_drafter(drafter, source, progress))
+
+
+def check_mesh(settings: Settings, options: EngineOptions) -> None:
+    """Refuses options that a mesh cannot serve.
+
+    Raises:
+      MeshError: the batch is not divisible, or Engram's tables are to lie outside the devices.
+    """
+    parallel = settings.parallel
+    if parallel.mesh is None:
+        return
+    shards = parallel.parts("batch")
+    if options.max_batch % shards:
+        where = " × ".join(f"{axis} {parallel.divided(axis)}" for axis in parallel.places("batch"))
+        raise MeshError(f"max_batch of {options.max_batch} is not divisible by mesh axes {where}")
+    if options.engram != "device":
+        raise MeshError(f"engram {options.engram!r}: on a mesh the tables are divided over its devices")
+
+
+def _whole_parts(count: int, parts: int) -> int:
+    """The next multiple of ``parts``."""
+    return -(-count // parts) * parts
 
 
 def _power_of_two(count: int) -> int:

@@ -1,4 +1,4 @@
-"""Allocation of memory pages: a free list and the page table that steps read."""
+"""Allocation of memory pages: free lists and the page table that steps read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,26 @@ class PageAllocator:
         the pool marks 'no page'.
     """
 
-    def __init__(self, batch: int, pages: int, table_pages: int, page_tokens: int):
+    def __init__(self, batch: int, pages: int, table_pages: int, page_tokens: int, shards: int = 1):
+        """An unused pool.
+
+        Args:
+          shards: equal parts of the pool, one behind the other, over which the pages of every request go in turn
+            (:mod:`dsv41.sharding.context`).
+        """
         self.pages, self.page_tokens = pages, page_tokens
         self.table = np.full((batch, table_pages), pages, np.int32)
-        self._free = list(range(pages - 1, -1, -1))
+        part = pages // shards
+        self._free = [list(range((shard + 1) * part - 1, shard * part - 1, -1)) for shard in range(shards)]
         self._held = [0] * batch
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free))
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a request of this length would get its pages now."""
+        return all(len(free) >= wanted for free, wanted in zip(self._free, self._wanted(0, tokens), strict=True))
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a request of this length holds."""
@@ -41,15 +52,22 @@ class PageAllocator:
         wanted = self.pages_for(tokens)
         if wanted > self.table.shape[1]:
             raise ValueError(f"{tokens} tokens need {wanted} pages; the page table holds {self.table.shape[1]}")
-        missing = wanted - self._held[row]
-        if missing > len(self._free):
-            raise OutOfPages(f"{tokens} tokens need {missing} more pages; {len(self._free)} are free")
+        for free, more in zip(self._free, self._wanted(self._held[row], tokens), strict=True):
+            if more > len(free):
+                where = "" if len(self._free) == 1 else " on one shard"
+                raise OutOfPages(f"{tokens} tokens need {more} more pages{where}; {len(free)} are free")
         for slot in range(self._held[row], wanted):
-            self.table[row, slot] = self._free.pop()
+            self.table[row, slot] = self._free[slot % len(self._free)].pop()
         self._held[row] = max(self._held[row], wanted)
+
+    def _wanted(self, held: int, tokens: int) -> list[int]:
+        """Pages of each shard that a request needs beyond those it holds."""
+        shards, wanted = len(self._free), self.pages_for(tokens)
+        return [len(range(held + (shard - held) % shards, wanted, shards)) for shard in range(shards)]
 
     def release(self, row: int) -> None:
         """Takes all pages of a request back."""
-        self._free.extend(int(page) for page in self.table[row, : self._held[row]][::-1])
+        for slot in reversed(range(self._held[row])):
+            self._free[slot % len(self._free)].append(int(self.table[row, slot]))
         self.table[row] = self.pages
         self._held[row] = 0

@@ -15,6 +15,7 @@ from dsv41.engram.prefetch import Ticket
 from dsv41.layers.engram import EngramRows
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
+from dsv41.sharding.steps import REQUESTS, STATE, sharded_step
 from dsv41.state.request import ModelState, Segment, create_segment
 from dsv41.steps.prefill import Variables, encode_chunk, exact_chunk, replay_decoder
 
@@ -92,7 +93,7 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     options: PrefillOptions,
     cached: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[np.ndarray], None] | None = None,
     on_taps: Callable[[jax.Array, jax.Array, jax.Array], None] | None = None,
     images: Sequence[Sequence[ImageSpan]] | None = None,
     engram: EngramFeed | None = None,
@@ -101,11 +102,12 @@ def prefill(
 
     Args:
       state: donated.
-      rows: the requests, one a prompt; prompts may differ in length.
-      prompts: whole prompts, token ids.
+      rows: the requests, one a prompt; prompts may differ in length. On a mesh those of every batch shard, as many of
+        each, by their numbers there.
+      prompts: whole prompts, token ids. An empty one belongs to nobody, and its row must be no request's number.
       cached: positions whose global entries are in the requests' pages already (a prefix hit); see
         :func:`encode_prompts`.
-      progress: called with the number of tokens of each chunk done.
+      progress: called with the tokens of each prompt in every chunk done, int32 ``[rows]``.
       on_taps: called with what a drafter reads of every decoder pass: taps ``[targets, rows, query, d]``, and the
         start and count int32 ``[rows]`` of their positions.
       images: the pictures of each prompt; None: there are none, and what is compiled for text is used.
@@ -129,17 +131,17 @@ def prefill(
         raise ValueError("exact prefill needs the decoder's rings of the prefix; a hit without them is replayed")
     check_prompts(model.settings, prompts, cached)
     index = jnp.asarray(rows, jnp.int32)
-    logits = jnp.zeros((len(prompts), model.settings.text.vocab_size), jnp.float32)
+    logits = None
     start = jnp.zeros_like(index)
     batches = chunk_batches(prompts, options, 0, images)
     for batch, ticket in _with_engram(engram, state, rows, batches, all_layers=True):
         state, new, taps = exact_chunk(model, variables, state, index, batch, _fetched(ticket, state))
-        logits = jnp.where((batch.count > 0)[:, None], new, logits)
+        logits = new if logits is None else jnp.where((batch.count > 0)[:, None], new, logits)
         if on_taps is not None:
             on_taps(taps, start, batch.count)
             start = start + batch.count
         if progress is not None:
-            progress(int(batch.count.sum()))
+            progress(np.asarray(batch.count))
     return state, logits
 
 
@@ -151,7 +153,7 @@ def encode_prompts(
     prompts: Sequence[Sequence[int]],
     options: PrefillOptions,
     cached: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[np.ndarray], None] | None = None,
     images: Sequence[Sequence[ImageSpan]] | None = None,
     engram: EngramFeed | None = None,
 ) -> tuple[ModelState, Segment]:
@@ -172,13 +174,14 @@ def encode_prompts(
     write_from = jnp.full(index.shape, cached, jnp.int32)
     # Where the state is: bound to no device, the first chunk's tail would compile a step of its own.
     tail = create_segment(model.settings, len(prompts), options.replay_length or window)
-    tail = jax.device_put(tail, state.length.sharding)
+    if model.settings.parallel.mesh is None:
+        tail = jax.device_put(tail, state.length.sharding)
     batches = chunk_batches(prompts, options, begin, images)
     for batch, ticket in _with_engram(engram, state, rows, batches, all_layers=False):
         found = _fetched(ticket, state)
         state, tail = encode_chunk(model, variables, state, index, tail, batch, write_from, found)
         if progress is not None:
-            progress(int(batch.count.sum()))
+            progress(np.asarray(batch.count))
     return state, tail
 
 
@@ -202,7 +205,9 @@ def _fetched(ticket: Ticket | None, state: ModelState) -> EngramRows | None:
 
 def check_prompts(settings: Settings, prompts: Sequence[Sequence[int]], cached: int) -> None:
     """Refuses prompts and hits that cannot be prefilled (see :func:`prefill`)."""
-    for prompt in prompts:
+    if not any(prompts):
+        raise ValueError("prompts: all of them are empty")
+    for prompt in filter(len, prompts):
         if len(prompt) <= cached:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves nothing to prefill after {cached} cached ones")
     if cached != usable_hit(settings, cached):
@@ -275,14 +280,25 @@ def _place_after(
     )
 
 
-def clear_requests(state: ModelState, rows: jax.Array, page_table: jax.Array) -> ModelState:
-    """Empties request slots (int32 ``[rows]``) for new requests and installs the whole page table."""
-    empty = lambda ring: ring.replace(positions=ring.positions.at[rows].set(-1))  # noqa: E731
+@sharded_step(1, (1,), (STATE, REQUESTS, REQUESTS), STATE)
+def clear_requests(model: Model, state: ModelState, cleared: jax.Array, page_table: jax.Array) -> ModelState:
+    """Empties request slots for new requests and installs the whole page table.
+
+    Args:
+      state: donated.
+      cleared: bool ``[batch]``.
+      page_table: int32 ``[batch, table_pages]``.
+    """
+
+    def where(axis: int, leaf: jax.Array, empty: float) -> jax.Array:
+        return jnp.where(cleared.reshape(*(1,) * axis, -1, *(1,) * (leaf.ndim - axis - 1)), empty, leaf)
+
+    empty = lambda ring: ring.replace(positions=where(0, ring.positions, -1))  # noqa: E731
     return state.replace(
         page_table=page_table,
         encoder_ring=empty(state.encoder_ring),
         decoder_ring=empty(state.decoder_ring),
-        tails=jax.tree.map(lambda leaf: leaf.at[:, rows].set(0.0), state.tails),
-        ngram_tail=state.ngram_tail.at[rows].set(-1),
-        length=state.length.at[rows].set(0),
+        tails=jax.tree.map(lambda leaf: where(1, leaf, 0.0), state.tails),
+        ngram_tail=where(0, state.ngram_tail, -1),
+        length=where(0, state.length, 0),
     )

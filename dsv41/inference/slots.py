@@ -1,4 +1,8 @@
-"""A fixed number of request slots on the device: open one with a prompt, step all, close one."""
+"""A fixed number of request slots: open some with their prompts, step all, close one.
+
+On a mesh slots lie on its batch shards, as many on each, and every shard has a page pool of its own. Prompts enter side
+by side, one on each shard that has one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,9 @@ from dsv41.inference.requests import Request
 from dsv41.inference.speculation import Speculation
 from dsv41.model import Model
 from dsv41.settings import Settings
-from dsv41.state.request import ModelState, create_state
+from dsv41.sharding.requests import context_shards, empty_state
+from dsv41.sharding.steps import GATHERED, REQUESTS, sharded_step
+from dsv41.state.request import create_state
 from dsv41.state.sizes import drafter_bytes, state_bytes
 from dsv41.steps.decode import generate_step
 from dsv41.steps.engram import begin_generate, finish_generate
@@ -40,7 +46,7 @@ class SlotShape:
 
     Attributes:
       batch: slots.
-      pages: pages of the shared pool.
+      pages: pages of all pools.
       table_pages: pages that one request may hold.
     """
 
@@ -80,20 +86,48 @@ class Slots:
         """
         self._model, self._variables, self._options = model, variables, options
         self._speculation, self._engram = speculation, engram
-        settings = model.settings
-        self._pages = PageAllocator(shape.batch, shape.pages, shape.table_pages, settings.page_tokens)
-        # Where the parameters are: arrays that are bound to no device would compile every step twice.
-        device = next(iter(variables["constants"]["token_map"].devices()))
-        state = create_state(settings, shape.batch, shape.pages, shape.table_pages)
-        self._state, self._sampler = jax.device_put((state, create_sampler(shape.batch)), device)
+        settings, parallel = model.settings, model.settings.parallel
+        self._shards = parallel.parts("batch")
+        self._each = shape.batch // self._shards
+        pages = (self._each, shape.pages // self._shards, shape.table_pages, settings.page_tokens)
+        self._pools = [PageAllocator(*pages, shards=context_shards(parallel)) for _ in range(self._shards)]
+        self._sampler = create_sampler(shape.batch)
+        if parallel.mesh is None:
+            # Where the parameters are: arrays that are bound to no device would compile every step twice.
+            device = next(iter(variables["constants"]["token_map"].devices()))
+            state = create_state(settings, shape.batch, shape.pages, shape.table_pages)
+            self._state, self._sampler = jax.device_put((state, self._sampler), device)
+        else:
+            self._state = empty_state(settings, shape.batch, shape.pages, shape.table_pages)
         self._open = np.zeros(shape.batch, bool)
         self._remaining = np.zeros(shape.batch, np.int32)  # tokens that each request may still get
         self._pending = np.zeros(shape.batch, np.int32)
         self._active = jnp.asarray(self._open)
 
-    def has_room(self, tokens: int) -> bool:
-        """Whether a slot is free, and pages for a request of so many tokens in all."""
-        return not self._open.all() and self._pages.pages_for(tokens) <= self._pages.free
+    def room_for(self, lengths: Sequence[int]) -> list[int]:
+        """Slots for the first requests of a queue that can enter side by side, one on each shard at most.
+
+        Args:
+          lengths: tokens of each in all, in order; none overtakes another.
+
+        Returns:
+          a free slot for each that can.
+        """
+        rows: list[int] = []
+        for length in lengths:
+            used = {row // self._each for row in rows}
+            shards = [
+                s for s in range(self._shards) if s not in used and self._free_slots(s) and self._pools[s].fits(length)
+            ]
+            if not shards:
+                break
+            # The emptiest first, so that requests spread evenly.
+            shard = max(shards, key=self._free_slots)
+            rows.append(shard * self._each + int(np.argmin(self._open[shard * self._each : (shard + 1) * self._each])))
+        return rows
+
+    def _free_slots(self, shard: int) -> int:
+        return int(np.sum(~self._open[shard * self._each : (shard + 1) * self._each]))
 
     def warm_up(self, chunks: Sequence[tuple[int, bool]]) -> None:
         """Compiles the steps by running each once: prompts without pages, and a step of no request.
@@ -105,40 +139,43 @@ class Slots:
         for length, pictured in chunks:
             image = self._model.settings.config.image_token_id
             prompt = [0] * (length - 1) + [image if pictured else 0]
-            self._first_token(0, Request(tokens=(0,)), prompt, None, [one] if pictured else [])
+            pictures = [one] if pictured else []
+            self._first_tokens([0], [Request(tokens=(0,))], [prompt], None, [pictures])
         if self._speculation is None:
             self.step()
         else:
             self._state, self._sampler = self._speculation.warm_up(self._state, self._sampler)
-        for row in range(len(self._open)):
-            self._clear(row)
+        self._clear(range(len(self._open)))
         if self._engram is not None:
             self._engram.reset()
 
     def open(
         self,
-        request: Request,
-        prompt: Sequence[int],
-        progress: Callable[[int], None] | None = None,
-        pictures: Sequence[np.ndarray] = (),
-    ) -> tuple[int, int]:
-        """Gives a request a slot, passes its prompt through the model and samples its first token.
+        rows: Sequence[int],
+        requests: Sequence[Request],
+        prompts: Sequence[Sequence[int]],
+        progress: Callable[[int, int], None] | None = None,
+        pictures: Sequence[Sequence[np.ndarray]] | None = None,
+    ) -> list[int]:
+        """Gives requests slots, passes their prompts through the model and samples their first tokens.
 
         Args:
-          prompt: token ids; :meth:`has_room` must hold for them and ``request.max_new_tokens``.
-          progress: called with the tokens of each chunk done.
-          pictures: embeddings ``[span, d]`` of the pictures whose image tokens stand in the prompt.
+          rows: the slots, from :meth:`room_for`.
+          prompts: token ids.
+          progress: called with a prompt's place among these and its tokens in each chunk done.
+          pictures: for each prompt the embeddings ``[span, d]`` of the pictures whose image tokens stand in it.
 
         Returns:
-          the slot and the first token.
+          the first tokens.
         """
-        row = int(np.argmin(self._open))
-        self._pages.reserve(row, len(prompt) + request.max_new_tokens)
-        self._clear(row)
-        token = self._first_token(row, request, prompt, progress, pictures)
-        self._remaining[row], self._pending[row] = request.max_new_tokens - 1, token
-        self._set_open(row, True)
-        return row, token
+        for row, request, prompt in zip(rows, requests, prompts, strict=True):
+            self._pools[row // self._each].reserve(row % self._each, len(prompt) + request.max_new_tokens)
+        self._clear(rows)
+        tokens = self._first_tokens(rows, requests, prompts, progress, pictures or [()] * len(rows))
+        for row, request, token in zip(rows, requests, tokens, strict=True):
+            self._remaining[row], self._pending[row] = request.max_new_tokens - 1, token
+            self._set_open(row, True)
+        return tokens
 
     def step(self) -> list[list[int]]:
         """Consumes the pending token of every open slot, and accepted drafts, and samples on.
@@ -181,7 +218,7 @@ class Slots:
 
     def close(self, row: int) -> None:
         """Frees a slot and its pages."""
-        self._pages.release(row)
+        self._pools[row // self._each].release(row % self._each)
         self._set_open(row, False)
 
     def _set_open(self, row: int, value: bool) -> None:
@@ -189,58 +226,76 @@ class Slots:
         # A copy: the device may go on reading the host's array after the next change of it.
         self._active = jnp.asarray(self._open.copy())
 
-    def _clear(self, row: int) -> None:
-        self._state = _clear(self._state, np.array([row], np.int32), self._pages.table.copy())
+    def _clear(self, rows: Sequence[int]) -> None:
+        cleared = np.isin(np.arange(len(self._open)), rows)
+        table = np.concatenate([pool.table for pool in self._pools])
+        self._state = clear_requests(self._model, self._state, cleared, table)
         if self._speculation is not None:
-            self._speculation.open(row)
+            self._speculation.open(cleared)
 
-    def _first_token(
+    def _first_tokens(
         self,
-        row: int,
-        request: Request,
-        prompt: Sequence[int],
-        progress: Callable[[int], None] | None,
-        pictures: Sequence[np.ndarray],
-    ) -> int:
-        images = [image_spans(prompt, pictures, self._model.settings)] if pictures else None
+        rows: Sequence[int],
+        requests: Sequence[Request],
+        prompts: Sequence[Sequence[int]],
+        progress: Callable[[int, int], None] | None,
+        pictures: Sequence[Sequence[np.ndarray]],
+    ) -> list[int]:
+        """Passes one prompt of each of some shards through the model; their first tokens."""
+        # Shards without a prompt pass an empty one, for a request that does not exist.
+        shard_rows, shard_prompts = [self._each] * self._shards, [()] * self._shards
+        spans, first = [()] * self._shards, [Request(tokens=(0,))] * self._shards
+        for row, request, prompt, images in zip(rows, requests, prompts, pictures, strict=True):
+            shard = row // self._each
+            shard_rows[shard], shard_prompts[shard], first[shard] = row % self._each, prompt, request
+            if images:
+                spans[shard] = image_spans(prompt, images, self._model.settings)
+        index = np.array(shard_rows, np.int32)
+
+        def report(counts: np.ndarray) -> None:
+            for i, row in enumerate(rows):
+                if count := int(counts[row // self._each]):
+                    progress(i, count)
+
         self._state, logits = prefill(
             self._model,
             self._variables,
             self._state,
-            [row],
-            [prompt],
+            shard_rows,
+            shard_prompts,
             self._options,
-            progress=progress,
-            on_taps=None if self._speculation is None else functools.partial(self._speculation.read_prompt, row),
-            images=images,
+            progress=None if progress is None else report,
+            on_taps=None if self._speculation is None else functools.partial(self._speculation.read_prompt, index),
+            images=spans if any(spans) else None,
             engram=self._engram,
         )
-        self._sampler, token = _sample_first(
+        self._sampler, tokens = _sample_first(
+            self._model,
             self._sampler,
-            np.int32(row),
+            index,
             logits,
-            np.uint32(request.seed),
-            np.float32(request.temperature),
-            np.float32(request.top_p),
+            np.array([request.seed for request in first], np.uint32),
+            np.array([request.temperature for request in first], np.float32),
+            np.array([request.top_p for request in first], np.float32),
         )
-        return int(token)
+        tokens = np.asarray(tokens)
+        return [int(tokens[row // self._each]) for row in rows]
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _clear(state: ModelState, rows: jax.Array, page_table: jax.Array) -> ModelState:
-    return clear_requests(state, rows, page_table)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
+@sharded_step(1, (1,), (REQUESTS,) * 6, (REQUESTS, GATHERED))
 def _sample_first(
-    sampler: Sampler, row: jax.Array, logits: jax.Array, seed: jax.Array, temperature: jax.Array, top_p: jax.Array
+    model: Model,
+    sampler: Sampler,
+    rows: jax.Array,
+    logits: jax.Array,
+    seed: jax.Array,
+    temperature: jax.Array,
+    top_p: jax.Array,
 ) -> tuple[Sampler, jax.Array]:
-    """Installs a request's sampler in its slot after draw 0, made from the prefill's logits ``[1, vocab]``."""
-    fresh = create_sampler(1)
-    fresh = fresh.replace(
-        seed=fresh.seed.at[0].set(seed),
-        temperature=fresh.temperature.at[0].set(temperature),
-        top_p=fresh.top_p.at[0].set(top_p),
-    )
-    drawn = sample(fresh, logits, jnp.ones((1,), bool))
-    return jax.tree.map(lambda all_rows, one: all_rows.at[row].set(one[0]), sampler, drawn), drawn.pending[0]
+    """Installs requests' samplers in their slots after draw 0, made from the prefill's logits ``[rows, vocab]``.
+
+    A number in ``rows`` that is no slot's is nobody's.
+    """
+    fresh = create_sampler(rows.shape[0]).replace(seed=seed, temperature=temperature, top_p=top_p)
+    drawn = sample(fresh, logits, jnp.ones(rows.shape, bool))
+    return jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), sampler, drawn), drawn.pending

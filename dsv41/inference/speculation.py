@@ -19,10 +19,11 @@ from dsv41.engram.feed import EngramFeed
 from dsv41.inference.scheduler import Scheduler, ThroughputScheduler
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
+from dsv41.sharding.requests import local_rows
 from dsv41.state.request import ModelState
 from dsv41.state.ring import create_ring
 from dsv41.steps.acceptance import Rule
-from dsv41.steps.draft import Drafts, draft_step, seed_drafter
+from dsv41.steps.draft import Drafts, clear_drafter, draft_step, seed_drafter
 from dsv41.steps.engram import begin_verify, finish_verify
 from dsv41.steps.prefill import Variables
 from dsv41.steps.sampling import Sampler
@@ -77,26 +78,31 @@ class Speculation:
         self._widths, self._drafter, self._engram = tuple(widths), drafter, engram
         text = model.settings.text
         # What the last step read at the target layers, not yet in the rings; all widths padded to one.
-        device = next(iter(variables["constants"]["token_map"].devices()))
         taps = (len(text.dspark_target_layer_ids), batch, self._widths[-1], text.hidden_size)
-        ring = create_ring(model.settings, text.num_nextn_predict_layers, batch)
+        ring = create_ring(model.settings.whole, text.num_nextn_predict_layers, batch)
         taps, start = jnp.zeros(taps, model.settings.dtype), jnp.zeros((batch,), jnp.int32)
-        self._ring, self._taps, self._start = jax.device_put((ring, taps, start), device)
         # Steps without drafts: bound to the device, as drafts are, or those steps would be compiled anew.
         nothing = jnp.zeros((batch, self._widths[-1] - 1), jnp.int32)
         no_distribution = jnp.zeros((batch, 0, text.vocab_size), jnp.float32)
-        self._no_drafts, self._no_probabilities = jax.device_put((nothing, no_distribution), device)
+        parts = (ring, taps, start, nothing, no_distribution)
+        if model.settings.parallel.mesh is None:  # steps put them on a mesh by themselves
+            parts = jax.device_put(parts, next(iter(variables["constants"]["token_map"].devices())))
+        self._ring, self._taps, self._start, self._no_drafts, self._no_probabilities = parts
         self._count = np.zeros(batch, np.int32)
 
-    def open(self, row: int) -> None:
-        """Empties a slot for a new request."""
-        self._count[row] = 0
-        self._ring = self._ring.replace(positions=self._ring.positions.at[row].set(-1))
-
-    def read_prompt(self, row: int, taps: jax.Array, start: jax.Array, count: jax.Array) -> None:
-        """Takes in positions of a slot's prompt: taps ``[targets, 1, query, d]``, start and count int32 ``[1]``."""
+    def open(self, cleared: np.ndarray) -> None:
+        """Empties slots, bool ``[batch]``, for new requests."""
+        self._count[cleared] = 0
         if self._drafter is not None:
-            rows = np.array([row], np.int32)
+            self._ring = clear_drafter(self._drafter.drafter, self._ring, cleared)
+
+    def read_prompt(self, rows: np.ndarray, taps: jax.Array, start: jax.Array, count: jax.Array) -> None:
+        """Takes in positions of prompts: taps ``[targets, rows, query, d]``, start and count int32 ``[rows]``.
+
+        Args:
+          rows: int32 ``[rows]``, slots by their numbers on their shards; one that is no slot's is nobody's.
+        """
+        if self._drafter is not None:
             self._ring = seed_drafter(*self._module(), self._ring, rows, taps, start, count)
 
     def warm_up(self, state: ModelState, sampler: Sampler) -> tuple[ModelState, Sampler]:
@@ -175,7 +181,7 @@ class Speculation:
 
     def _feed(self) -> None:
         """Takes in the last step's positions without drafting: a later draft must not find a gap."""
-        rows = np.arange(len(self._count), dtype=np.int32)
+        rows = local_rows(self._model.settings.parallel, len(self._count))
         self._ring = seed_drafter(*self._module(), self._ring, rows, self._taps, self._start, self._count.copy())
         self._count[:] = 0
 

@@ -170,15 +170,18 @@ def extend_segment(tail: Segment, new: Segment) -> Segment:
 
 
 def select_requests(state: ModelState, rows: jax.Array) -> ModelState:
-    """The state of some requests (int32 ``[rows]``) over the same memory."""
-    return _over_requests(lambda axis, leaf: jnp.take(leaf, rows, axis=axis), state)
+    """The state of some requests (int32 ``[rows]``) over the same memory.
+
+    A number that is no request's stands for nobody: whatever its row becomes, :func:`update_requests` leaves it out.
+    """
+    return _over_requests(lambda axis, leaf: jnp.take(leaf, rows, axis=axis, mode="clip"), state)
 
 
 def update_requests(state: ModelState, rows: jax.Array, part: ModelState) -> ModelState:
     """Puts back what :func:`select_requests` took; the memory is the part's."""
 
     def put(axis: int, leaf: jax.Array, new: jax.Array) -> jax.Array:
-        return leaf.at[:, rows].set(new) if axis else leaf.at[rows].set(new)
+        return leaf.at[:, rows].set(new, mode="drop") if axis else leaf.at[rows].set(new, mode="drop")
 
     return _over_requests(put, state, part).replace(memory=part.memory)
 

@@ -56,11 +56,22 @@ def seed_drafter(
     start: jax.Array,
     count: jax.Array,
 ) -> Ring:
-    """:func:`feed_drafter` for some requests (int32 ``[rows]``) of the rings, which are donated; after a prefill."""
-    part = Ring(ring.entries.map(lambda leaf: leaf[:, rows]), ring.positions[rows])
+    """:func:`feed_drafter` for some requests (int32 ``[rows]``) of the rings, which are donated; after a prefill.
+
+    A number that is no request's stands for nobody.
+    """
+    part = Ring(
+        ring.entries.map(lambda leaf: jnp.take(leaf, rows, 1, mode="clip")), ring.positions.at[rows].get(mode="clip")
+    )
     part = feed_drafter(drafter, variables, part, taps, start, count)
-    entries = jax.tree.map(lambda leaf, new: leaf.at[:, rows].set(new), ring.entries, part.entries)
-    return Ring(entries, ring.positions.at[rows].set(part.positions))
+    entries = jax.tree.map(lambda leaf, new: leaf.at[:, rows].set(new, mode="drop"), ring.entries, part.entries)
+    return Ring(entries, ring.positions.at[rows].set(part.positions, mode="drop"))
+
+
+@sharded_step(1, (1,), (RING, REQUESTS), RING)
+def clear_drafter(drafter: Drafter, ring: Ring, cleared: jax.Array) -> Ring:
+    """The rings (donated) with those of some requests, bool ``[batch]``, empty."""
+    return ring.replace(positions=jnp.where(cleared[:, None], -1, ring.positions))
 
 
 def draft_block(

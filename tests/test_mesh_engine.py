@@ -1,0 +1,48 @@
+"""The engine on a mesh gives the tokens that it gives on one device; what a mesh cannot serve is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dsv41.inference.engine import Engine, EngineOptions
+from dsv41.inference.prefill import PrefillOptions
+from dsv41.inference.requests import Request
+from dsv41.model import Model
+from dsv41.sharding.rules import MeshError
+from tests.helpers import random_model
+from tests.test_sharded_steps import WIDE, divided, meshed
+
+OPTIONS = EngineOptions(max_batch=4, max_length=96, prefill=PrefillOptions(chunk_sizes=(32,)))
+
+
+@pytest.fixture(scope="module")
+def wide() -> tuple[Model, dict]:
+    return random_model(False, **WIDE)
+
+
+def test_requests_on_a_mesh(wide):
+    """More requests than slots, prompts longer than a chunk, some drawn at a temperature: they come and go on shards
+    with pools of their own, whose pages lie on two devices each."""
+    model, variables = wide
+    requests = [
+        Request(tokens=[(11 * i + 5 * j) % 500 for j in range(n)], max_new_tokens=m, temperature=t, seed=i, top_p=0.9)
+        for i, (n, m, t) in enumerate([(40, 5, 0.0), (3, 7, 0.8), (9, 4, 0.0), (70, 6, 0.8), (20, 3, 0.0), (1, 9, 0.0)])
+    ]
+    wanted = Engine(model, variables, None, OPTIONS).generate(requests)
+    on_mesh = meshed(model, {"data": 2, "context": 2, "tensor": 2})
+    seen = dict.fromkeys(range(len(requests)), 0)
+    engine = Engine(on_mesh, divided(on_mesh, variables), None, OPTIONS)
+    done = engine.generate(requests, lambda index, count: seen.update({index: seen[index] + count}))
+    assert [c.tokens for c in done] == [c.tokens for c in wanted]
+    assert seen == {i: len(request.tokens) for i, request in enumerate(requests)}
+
+
+def test_what_a_mesh_cannot_serve_is_refused(wide):
+    model, variables = wide
+    on_mesh = meshed(model, {"data": 8})
+    with pytest.raises(MeshError, match="max_batch of 4 is not divisible by mesh axes data 8"):
+        Engine(on_mesh, variables, None, OPTIONS)
+    with pytest.raises(MeshError, match="engram 'pinned': on a mesh"):
+        Engine(on_mesh, variables, None, dataclasses.replace(OPTIONS, max_batch=8, engram="pinned"))
