@@ -14,9 +14,9 @@ import pytest
 
 from dsv41.cli import main
 from dsv41.config import load_config
+from dsv41.declared import abstract_variables
 from dsv41.evaluation import widths
 from dsv41.evaluation.replay import compare_replay, random_prompts
-from dsv41.declared import abstract_variables
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
 from dsv41.state.request import create_state

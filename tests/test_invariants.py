@@ -118,7 +118,7 @@ def test_a_hit_with_lost_rings_writes_only_what_is_new(rounded: ModelAndVariable
         [PROMPT[:total].tolist()] * SLOTS,
         ONE_CHUNK,
         cached,
-        positions.append,
+        lambda counts: positions.append(int(counts.sum())),
     )
     # Encoder [24, 44), decoder [28, 44): 16 positions, 12 of them before the hit's end.
     assert positions == [(total - (cached - window)) * SLOTS] == [20 * SLOTS]

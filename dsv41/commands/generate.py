@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dsv41.commands.options import OptionError, add_mesh_options, positive, read_text
+from dsv41.commands.options import OptionError, add_mesh_options, mesh_of, positive, read_text
 
 if TYPE_CHECKING:
     from dsv41.commands.output import ChatOutput, TextOutput

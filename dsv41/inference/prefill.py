@@ -205,10 +205,9 @@ def _fetched(ticket: Ticket | None, state: ModelState) -> EngramRows | None:
 
 def check_prompts(settings: Settings, prompts: Sequence[Sequence[int]], cached: int) -> None:
     """Refuses prompts and hits that cannot be prefilled (see :func:`prefill`)."""
-    if not any(prompts):
-        raise ValueError("prompts: all of them are empty")
-    for prompt in filter(len, prompts):
-        if len(prompt) <= cached:
+    some = any(len(prompt) for prompt in prompts)
+    for prompt in prompts:
+        if len(prompt) <= cached and (len(prompt) or not some):
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves nothing to prefill after {cached} cached ones")
     if cached != usable_hit(settings, cached):
         raise ValueError(f"a prefix hit of {cached} tokens is not a multiple of the compress ratios")
