@@ -82,7 +82,7 @@ class Settings:
     @functools.cached_property
     def whole(self) -> Settings:
         """The same on one device: what checkpoints and declarations of whole parameters go by."""
-        return dataclasses.replace(self, parallel=SINGLE)
+        return self if self.parallel == SINGLE else dataclasses.replace(self, parallel=SINGLE)
 
     @property
     def text(self) -> TextConfig:

@@ -113,7 +113,7 @@ def _record(
     }
     if plan is not None:
         total = plan.ledger.total
-        times = chip.seconds(total.operations, total.moved, record["link_bytes"])
+        times = chip.seconds(total.operations, total.moved, total.links)
         record["plan"] = {"memory": plan.memory, "memory_bytes": plan.memory_bytes, "link_bytes": total.links}
         record["floors_s"] = dict(zip(("operations", "memory", "links"), times, strict=True))
         record["least_step_s"] = max(times)
@@ -138,13 +138,15 @@ def _print(record: dict[str, Any]) -> None:
         memory.add_row("total", f"{record['memory_bytes'] / 2**30:.3f}")
         memory.add_row("there is", f"{record['device_bytes'] / 2**30:.3f}")
         console.print(memory)
-    links = Table("collectives", "over", "devices", "a step", "MB sent and received")
+    links = Table("collectives", "over", "devices", "a step", "MB sent and received, at most")
     for c in record["collectives"]:
         links.add_row(c["kind"], " × ".join(c["axes"]), str(c["parts"]), str(c["count"]), f"{c['bytes'] / 1e6:.2f}")
     console.print(links)
     if "floors_s" in record:
         floors = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in record["floors_s"].items())
-        console.print(f"least time at datasheet rates: {floors}; step {record['least_step_s'] * 1e3:.3f} ms")
+        console.print(
+            f"least time at datasheet rates (dsv41 plan): {floors}; step {record['least_step_s'] * 1e3:.3f} ms"
+        )
     for operation, names in sorted(record["back_ends"].items()):
         console.print(f"{operation}: {'; '.join(names)}")
     console.print(record["misfit"] or "fits")

@@ -17,7 +17,7 @@ class Collective(NamedTuple):
       axes: mesh axes, outermost first.
       parts: devices that take part in one.
       count: how often a step runs one; a loop whose length only the data know counts as one turn.
-      bytes: that a device sends and receives in all of them, together.
+      bytes: that a device sends and receives in all of them, together; of ragged ones the most.
     """
 
     kind: str
@@ -57,7 +57,9 @@ def collectives(jaxpr: Any, sizes: Mapping[str, int]) -> list[Collective]:
         parts = math.prod(sizes[axis] for axis in axes)
         if parts == 1:
             continue
-        operand = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in equation.invars if hasattr(v, "aval"))
+        # A ragged one has its output's buffer and its sizes as operands too.
+        operands = equation.invars[:1] if kind.startswith("ragged") else equation.invars
+        operand = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in operands if hasattr(v, "aval"))
         count, nbytes = totals.get((kind, axes), (0, 0.0))
         totals[kind, axes] = count + times, nbytes + times * _moved(kind, operand, parts)
     found = [
@@ -78,19 +80,25 @@ def _moved(kind: str, operand: float, parts: int) -> float:
     return 2 * (parts - 1) / parts * operand
 
 
+def _branch(branches: tuple[Any, ...]) -> Any:
+    """The branch that a TPU takes where platforms differ: it has the ragged collectives. Else the last."""
+    ragged = (b for b in branches if any(e.primitive.name == "ragged_all_to_all" for e, _ in _equations(b, 1)))
+    return next(ragged, branches[-1])
+
+
 def _axes(params: Mapping[str, Any]) -> tuple[str, ...]:
     names = params.get("axis_name", params.get("axes", ()))
     return tuple(names) if isinstance(names, (tuple, list)) else (names,)
 
 
 def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
-    """Every equation of a program and of those inside it, with how often it runs; of branches the last counts."""
+    """Every equation of a program and of those inside it, with how often it runs; of branches one counts."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation, times
         if equation.primitive.name == "scan":
             yield from _equations(equation.params["jaxpr"], times * equation.params["length"])
         elif equation.primitive.name == "cond":
-            yield from _equations(equation.params["branches"][-1], times)
+            yield from _equations(_branch(equation.params["branches"]), times)
         elif equation.primitive.name != "pallas_call":
             for inner in equation.params.values():
                 if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):

@@ -36,7 +36,9 @@ from pallas_kernels import backend
 
 STEPS = ("decode", "verify", "draft", "prefill", "replay")
 
-_SHORT_OF_MEMORY = re.compile(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) (\w+)\. Exceeded \w+ capacity by ([\d.]+[KMG])")
+# What libtpu says when everything is laid out, and when a part is too large to try.
+_PACKED = re.compile(r"Used ([\d.]+[KMG]) of ([\d.]+[KMG]) (\w+)\. Exceeded \w+ capacity by ([\d.]+[KMG])")
+_TOO_LARGE = re.compile(r"required for (.+?) \(([\d.]+[KMGT])\) exceeds available (\w+) \(([\d.]+[KMG])\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +129,9 @@ def compile_step(
         try:
             executable = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            short = _SHORT_OF_MEMORY.search(str(error))
-            if short is None:
+            misfit = shortage(str(error))
+            if misfit is None:
                 raise
-            used, there, memory, excess = short.groups()
-            misfit = f"does not fit: needs {used} of {there} {memory} a device, {excess} too many"
             seconds = time.perf_counter() - begin
             return Compiled(0, 0, 0, 0, seconds, found, back_ends, None, misfit)
     memory = executable.memory_analysis()
@@ -146,6 +146,19 @@ def compile_step(
         executable=executable,
         misfit=None,
     )
+
+
+def shortage(message: str) -> str | None:
+    """What a compiler's error says of memory that does not suffice, in a line; None if it is about something else."""
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    if packed := _PACKED.search(message):
+        used, there, memory, excess = packed.groups()
+        return f"does not fit: needs {used} of {there} {memory} a device, {excess} too many"
+    if one := _TOO_LARGE.search(message):
+        what, used, memory, there = one.groups()
+        return f"does not fit: {what} alone need {used} of {there} {memory} a device"
+    return f"does not fit: {message.splitlines()[0]}"
 
 
 def _traced(model: Model, kind: str, batch: int, context: int, chunk: int, drafts: int) -> jax.stages.Traced:

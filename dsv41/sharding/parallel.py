@@ -18,6 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dsv41.sharding.rules import DEFAULT_RULES, part_shape, partition
 
+# Rows of a table that a device holds at once for all that ask.
+_ROWS_BYTES = 2**26
+
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
@@ -91,13 +94,25 @@ class Parallel:
 
         Args:
           table: this device's part ``[rows of a part, ...]``.
-          ids: int32 ``[batch, ...]``, rows of the whole table.
+          ids: int32 ``[batch, ...]``, rows of the whole table; many are looked up in turns, by their second axis.
           logical: the axis that the table's rows are divided over.
           spread: the axis that ids are divided over; None: every part asks for the same rows.
         """
-        places = self.places(logical)
-        if not places:
+        if not self.places(logical):
             return table[ids]
+        found = ids.size * (1 if spread is None else self.parts(spread))
+        found *= math.prod(table.shape[1:]) * table.dtype.itemsize
+        queries = ids.shape[1] if ids.ndim > 1 else 1
+        tiles = next((n for n in range(1, queries) if queries % n == 0 and found <= n * _ROWS_BYTES), queries)
+        if tiles == 1:
+            return self._rows(table, ids, logical, spread)
+        # Every device finds the rows of all for a while: not of a whole chunk at once.
+        some = ids.reshape(ids.shape[0], tiles, -1, *ids.shape[2:])
+        rows = lax.map(lambda part: self._rows(table, part, logical, spread), jnp.moveaxis(some, 1, 0))
+        return jnp.moveaxis(rows, 0, 1).reshape(*ids.shape, *table.shape[1:])
+
+    def _rows(self, table: jax.Array, ids: jax.Array, logical: str, spread: str | None) -> jax.Array:
+        places = self.places(logical)
         asked = ids if spread is None else self.gather(ids, spread, axis=0)
         local = asked - self.index(logical) * table.shape[0]
         own = (local >= 0) & (local < table.shape[0])

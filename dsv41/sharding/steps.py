@@ -110,7 +110,8 @@ def sharded_step(
 
             # Every device of a tensor or context group computes the same replicated values, which cannot be inferred.
             run = jax.shard_map(part, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-            return jax.jit(run, donate_argnums=tuple(i - static for i in donate)), in_specs
+            # What a step does not read (the decoder's weights in a prefill) is there all the same, and counts as such.
+            return jax.jit(run, donate_argnums=tuple(i - static for i in donate), keep_unused=True), in_specs
 
         def bound(args: tuple, options: dict) -> tuple:
             given = signature.bind(*args, **options)
