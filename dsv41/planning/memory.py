@@ -117,8 +117,7 @@ def temporary_bytes(settings: Settings, spread: Spread, step: Step, requests: in
     tokens = requests * step.queries
     streams = _STREAM_COPIES * tokens * text.hc_mult * text.hidden_size * size
     attention = 2 * tokens * text.num_attention_heads * text.head_dim // spread.heads * size
-    rows = spread.batch if settings.engram_in_step and spread.rows > 1 else 1
-    engram = engram_layers(settings, step) * rows * tokens * engram_row_bytes(settings)
+    engram = engram_layers(settings, step) * tokens * engram_row_bytes(settings)
     entry = settings.formats.window.entry_bytes(text.head_dim)
     entries = len(layers) * requests * (text.sliding_window + 2 * step.queries) * entry
     logits = 2 * step.logits * requests * text.vocab_size // spread.vocab * _FLOAT
@@ -127,12 +126,13 @@ def temporary_bytes(settings: Settings, spread: Spread, step: Step, requests: in
 
 
 def _expert_bytes(settings: Settings, spread: Spread, tokens: int) -> int:
-    """Rows that a device's experts are given with their sums, and the inner values of those that choose them."""
+    """Rows that a device's experts are given with their sums, and the room for every choice that could be theirs: its
+    row, its inner value and its result, which is added up in float32."""
     text, size, parts = settings.text, settings.dtype.itemsize, spread.dispatch
-    chosen = text.num_experts_per_tok
-    rows = tokens
+    chosen, rows = text.num_experts_per_tok, tokens
     if parts > 1:
         gathers = dispatch(spread.preset.sizes, tokens, chosen, text.hidden_size, size) == "gather"
         rows = parts * (tokens if gathers else capacity(tokens, parts, chosen))
-    pairs = tokens * chosen * parts // spread.experts
-    return rows * text.hidden_size * (size + _FLOAT) + 2 * pairs * text.moe_intermediate_size * size
+    choices = rows * min(chosen, text.n_routed_experts // spread.experts)
+    wide, inner = text.hidden_size, text.moe_intermediate_size // spread.inner
+    return rows * wide * (size + _FLOAT) + choices * (wide * (2 * size + _FLOAT) + 2 * inner * size)

@@ -16,7 +16,7 @@ class Spread:
       experts: parts of the routed experts.
       dispatch: parts of the requests between which tokens travel to their experts.
       pages: parts of one request's pages.
-      heads, vocab: parts of the heads and of the vocabulary.
+      heads, vocab, inner: parts of the heads, of the vocabulary and of an expert's inner values.
       rows, shared_rows: parts of Engram's rows, and those of them that hold the same requests.
       reduced: parts whose sums of one token's feed-forward output must be added up.
     """
@@ -30,6 +30,7 @@ class Spread:
         self.pages = self._parts(self._axes("pages") - batch)
         self.heads = self._parts(self._axes("heads"))
         self.vocab = self._parts(self._axes("vocab"))
+        self.inner = self._parts(self._axes("expert_mlp"))
         self.rows = self._parts(self._axes("engram_rows"))
         self.shared_rows = self._parts(self._axes("engram_rows") - batch)
         self.reduced = self._parts((experts | self._axes("expert_mlp") | self._axes("mlp")) - batch)

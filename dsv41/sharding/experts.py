@@ -14,6 +14,7 @@ and 2046 on 4; on 2, where nearly every row has experts on both, hardly ever.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -58,6 +59,8 @@ def over_experts(
     held = tuple(axis for axis in places if axis in parallel.places("batch"))
     rest = tuple(axis for axis in places if axis not in held)
     parts, (rows, chosen) = parallel.divided(held), experts.shape
+    if own < chosen:
+        compute = functools.partial(_without_gaps, compute, own)
     if held and dispatch(parallel, rows, chosen, x.shape[1], x.dtype.itemsize) == "exchange":
         link = Link(held, parts, own, capacity(rows, parts, chosen))
         y = exchange(link, compute, params, x, _along(parallel, places, held, experts, own), weights)
@@ -83,6 +86,14 @@ def dispatch(parallel: Parallel, rows: int, chosen: int, width: int, itemsize: i
     parts = parallel.divided([axis for axis in parallel.places("experts") if axis in parallel.places("batch")])
     spared = (parts - 1) * rows * width * (itemsize + 4) * (1 - share(parts, chosen))
     return "exchange" if spared >= _LATENCY_BYTES else "gather"
+
+
+def _without_gaps(
+    compute: Compute, own: int, params: Any, x: jax.Array, numbers: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """``compute`` with as many columns as a row can have experts here: room is made for every one, nobody's too."""
+    here = jnp.argsort(numbers >= own, axis=1, stable=True)[:, :own]
+    return compute(params, x, *(jnp.take_along_axis(a, here, axis=1) for a in (numbers, weights)))
 
 
 def _own(numbers: jax.Array, count: int) -> jax.Array:
