@@ -22,7 +22,7 @@ from dsv41.state.ring import Ring
 from dsv41.steps.decode import decode_step
 from dsv41.steps.prefill import exact_chunk
 from dsv41.verification.capture import Layers, by_layer, captured_forward
-from tests.conftest import GOLDEN, PAGE_TOKENS
+from tests.conftest import GOLDEN, PAGE_TOKENS, ROUNDING_ALIKE
 
 # One shape for every state and every chunk of these tests, because each new one compiles the model again.
 SLOTS = 4
@@ -211,6 +211,15 @@ def decode(
         ids[slot], active[slot] = token, True
     state, logits = decode_step(model, variables, state, jnp.asarray(ids), jnp.asarray(active))
     return state, np.asarray(logits)
+
+
+def rounding_alike(step):
+    """A step compiled so that a value rounds as in every other program; the suite's others compile sooner."""
+
+    def run(model: Model, *arguments):
+        return step.lower(model, *arguments).compile(compiler_options=ROUNDING_ALIKE)(*arguments)
+
+    return run
 
 
 # Comparisons

@@ -21,7 +21,7 @@ from dsv41.settings import Settings
 from dsv41.state.memory import bytes_per_token, entry_bytes
 from dsv41.state.request import ModelState
 from dsv41.steps.prefill import encode_chunk, exact_chunk, replay_decoder
-from tests.conftest import GOLDEN, ROUNDING_ALIKE
+from tests.conftest import GOLDEN
 from tests.helpers import (
     ALL_SLOTS,
     CAPACITY,
@@ -44,6 +44,7 @@ from tests.helpers import (
     poison_contents,
     random_model,
     random_tokens,
+    rounding_alike,
     with_text,
 )
 
@@ -384,15 +385,6 @@ def test_a_snapshot_goes_on_to_the_same_bytes(rounded: ModelAndVariables):
 
 
 # Replay against exact
-
-
-def rounding_alike(step):
-    """A step compiled so that a value rounds as in every other program; the suite's others compile sooner."""
-
-    def run(model: Model, *arguments):
-        return step.lower(model, *arguments).compile(compiler_options=ROUNDING_ALIKE)(*arguments)
-
-    return run
 
 
 def test_replay_and_exact_leave_the_same_global_memory(rounded: ModelAndVariables, monkeypatch):

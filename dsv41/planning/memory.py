@@ -6,6 +6,7 @@ from dsv41.planning.parameters import Held
 from dsv41.planning.spread import Spread
 from dsv41.planning.steps import Step
 from dsv41.settings import Settings
+from dsv41.sharding.chips import Chip
 from dsv41.sharding.exchange import capacity
 from dsv41.sharding.experts import dispatch
 from pallas_kernels.formats import FP8_E8M0, DenseFormat
@@ -106,8 +107,11 @@ def engram_row_bytes(settings: Settings) -> int:
     return settings.text.engram_columns * stored.entry_bytes(settings.text.engram_head_dim)
 
 
-def temporary_bytes(settings: Settings, spread: Spread, step: Step, requests: int) -> int:
+def temporary_bytes(settings: Settings, spread: Spread, step: Step, requests: int, context: int, chip: Chip) -> int:
     """Estimate of what a step holds besides its arguments and results.
+
+    Args:
+      context: tokens that each request has pages for.
 
     Streams around a sub-layer, the wide values inside one (queries and heads, or rows of other devices with their sums
     and inner values), Engram's rows, window entries put in order before the layers and the new ones after them, logits,
@@ -122,7 +126,14 @@ def temporary_bytes(settings: Settings, spread: Spread, step: Step, requests: in
     entries = len(layers) * requests * (text.sliding_window + 2 * step.queries) * entry
     logits = 2 * step.logits * requests * text.vocab_size // spread.vocab * _FLOAT
     inside = max(attention, _expert_bytes(settings, spread, tokens), engram)
-    return streams + inside + entries + logits + _TEMPORARIES * TEMPORARY_BYTES
+    relaid = _relaid_bytes(settings, chip, -(-requests * context // spread.pages))
+    return streams + inside + entries + logits + relaid + _TEMPORARIES * TEMPORARY_BYTES
+
+
+def _relaid_bytes(settings: Settings, chip: Chip, tokens: int) -> int:
+    """Index keys and their scales, laid out anew with rows of whole lanes for the kernels that scan them."""
+    table = settings.table
+    return sum(2 * chip.lanes * tokens // table.layers[source].kind.ratio for source in table.kv_sources)
 
 
 def _expert_bytes(settings: Settings, spread: Spread, tokens: int) -> int:

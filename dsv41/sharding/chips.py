@@ -20,6 +20,7 @@ class Chip:
       hbm_bytes_per_s: read and write together.
       operations_per_s: bfloat16 products, dense.
       link_bytes_per_s: to chips of the same slice or node, sent and received together.
+      lanes: bytes that rows of bytes are padded to for kernels; 0 if they are not.
       source: where the numbers are stated.
     """
 
@@ -29,6 +30,7 @@ class Chip:
     hbm_bytes_per_s: float
     operations_per_s: float
     link_bytes_per_s: float
+    lanes: int
     source: str
 
     @property
@@ -48,10 +50,10 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5p", 1, 95 * _GIB, 2765e9, 459e12, 1200e9, "https://docs.cloud.google.com/tpu/docs/v5p"),
-        Chip("v6e", 1, 32 * _GIB, 1638e9, 918e12, 800e9, "https://docs.cloud.google.com/tpu/docs/v6e"),
-        Chip("tpu7x", 2, 192 * _GIB, 7380e9, 2307e12, 1200e9, "https://docs.cloud.google.com/tpu/docs/tpu7x"),
-        Chip("h200", 1, 141 * 10**9, 4800e9, 989e12, 900e9, "https://www.nvidia.com/en-us/data-center/h200/"),
+        Chip("v5p", 1, 95 * _GIB, 2765e9, 459e12, 1200e9, 128, "https://docs.cloud.google.com/tpu/docs/v5p"),
+        Chip("v6e", 1, 32 * _GIB, 1638e9, 918e12, 800e9, 128, "https://docs.cloud.google.com/tpu/docs/v6e"),
+        Chip("tpu7x", 2, 192 * _GIB, 7380e9, 2307e12, 1200e9, 128, "https://docs.cloud.google.com/tpu/docs/tpu7x"),
+        Chip("h200", 1, 141 * 10**9, 4800e9, 989e12, 900e9, 0, "https://www.nvidia.com/en-us/data-center/h200/"),
     )
 }
 """By name. A topology ``gpu:N`` means the GPU that the kernels are measured on."""
