@@ -161,6 +161,8 @@ def make_plan(
         memory["drafter rings"] = drafter_ring_bytes(settings, requests)
     if kind in ("prefill", "replay"):
         memory["encoder tail"] = encoder_tail_bytes(settings, requests)
+    if chip.program_bytes:
+        memory["program (estimate)"] = chip.program_bytes
     memory[TEMPORARIES] = temporary_bytes(settings, spread, step, requests, context, chip)
     ledger = step_ledger(settings, held, spread, step, requests)
     return Plan(mesh, chip, kind, batch, context, step.queries, memory, ledger)

@@ -6,7 +6,7 @@ import dataclasses
 
 from dsv41.sharding.rules import MeshError
 
-_GIB = 2**30
+_GIB, _TPU_PROGRAM = 2**30, 192 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Chip:
       operations_per_s: bfloat16 products, dense.
       link_bytes_per_s: to chips of the same slice or node, sent and received together.
       lanes: bytes that rows of bytes are padded to for kernels; 0 if they are not.
+      program_bytes: of one compiled step in a device's memory, about; 0 where it is small. The official model's take
+        110 to 280 MB on TPUs (PODS.md): a body for each kind of layer, however many layers there are.
       source: where the numbers are stated.
     """
 
@@ -31,6 +33,7 @@ class Chip:
     operations_per_s: float
     link_bytes_per_s: float
     lanes: int
+    program_bytes: int
     source: str
 
     @property
@@ -50,10 +53,24 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5p", 1, 95 * _GIB, 2765e9, 459e12, 1200e9, 128, "https://docs.cloud.google.com/tpu/docs/v5p"),
-        Chip("v6e", 1, 32 * _GIB, 1638e9, 918e12, 800e9, 128, "https://docs.cloud.google.com/tpu/docs/v6e"),
-        Chip("tpu7x", 2, 192 * _GIB, 7380e9, 2307e12, 1200e9, 128, "https://docs.cloud.google.com/tpu/docs/tpu7x"),
-        Chip("h200", 1, 141 * 10**9, 4800e9, 989e12, 900e9, 0, "https://www.nvidia.com/en-us/data-center/h200/"),
+        Chip(
+            "v5p", 1, 95 * _GIB, 2765e9, 459e12, 1200e9, 128, _TPU_PROGRAM, "https://docs.cloud.google.com/tpu/docs/v5p"
+        ),
+        Chip(
+            "v6e", 1, 32 * _GIB, 1638e9, 918e12, 800e9, 128, _TPU_PROGRAM, "https://docs.cloud.google.com/tpu/docs/v6e"
+        ),
+        Chip(
+            "tpu7x",
+            2,
+            192 * _GIB,
+            7380e9,
+            2307e12,
+            1200e9,
+            128,
+            _TPU_PROGRAM,
+            "https://docs.cloud.google.com/tpu/docs/tpu7x",
+        ),
+        Chip("h200", 1, 141 * 10**9, 4800e9, 989e12, 900e9, 0, 0, "https://www.nvidia.com/en-us/data-center/h200/"),
     )
 }
 """By name. A topology ``gpu:N`` means the GPU that the kernels are measured on."""
