@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,9 @@ def test_too_little_memory_is_an_answer():
     x = jax.ShapeDtypeStruct((2**16, 2**17), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, PartitionSpec()))
     with pytest.raises(jax.errors.JaxRuntimeError) as error:
         jax.jit(lambda x: jnp.sort(x + 1, axis=0)).trace(x).lower(lowering_platforms=("tpu",)).compile()
-    assert shortage(str(error.value)) == "does not fit: HLO temporaries alone need 128.00G of 31.25G HBM a device"
+    # Releases of libtpu keep a little more or less for themselves.
+    said = r"does not fit: HLO temporaries alone need 128\.00G of 31\.2\dG HBM a device"
+    assert re.fullmatch(said, shortage(str(error.value)))
     assert shortage("anything else") is None
     packed = "RESOURCE_EXHAUSTED: Ran out of memory. Used 40.10G of 31.25G hbm. Exceeded hbm capacity by 8.85G."
     assert shortage(packed) == "does not fit: needs 40.10G of 31.25G hbm a device, 8.85G too many"
