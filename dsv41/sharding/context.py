@@ -27,6 +27,7 @@ from dsv41.sharding.rules import MeshError
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.index_select import BlockSelection, Selection, index_reselect, index_select
 from pallas_kernels.sparse_attention import Partial, merge_partials, sparse_attention
+from pallas_kernels.sparse_attention.partial import finite_top
 from pallas_kernels.tiling import pad_axis
 
 
@@ -315,7 +316,7 @@ def _joined(places: tuple[str, ...], partial: Partial, sink: jax.Array, dtype: j
     """The attention of all shards' parts, on each of them; a query that sees nothing anywhere gives 0."""
     # Sums and no gather: a device of C then receives about two parts' bytes, and not C − 1.
     top = lax.pmax(partial.top, places)
-    weight = jnp.exp(partial.top - jnp.where(top == -jnp.inf, 0, top))
+    weight = jnp.exp(partial.top - finite_top(top))
     out, total = lax.psum((partial.out * weight[..., None], partial.total * weight), places)
     return merge_partials(Partial(out[None], top[None], total[None]), sink, dtype)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv41.settings import Settings
+from dsv41.sharding.context import context_places
 from dsv41.sharding.parallel import Parallel
 from dsv41.sharding.rules import MeshError
 from dsv41.sharding.steps import describe, place, state_spec
@@ -15,7 +16,7 @@ from dsv41.state.request import ModelState, create_sequential_state, create_stat
 
 def context_shards(parallel: Parallel) -> int:
     """Devices that the pages of one request are spread over."""
-    return parallel.parts("pages") // parallel.parts("batch")
+    return parallel.divided(context_places(parallel))
 
 
 def empty_state(settings: Settings, batch: int, pages: int, table_pages: int) -> ModelState:
