@@ -9,7 +9,7 @@ import pathlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dsv41.commands.options import OptionError, positive
+from dsv41.commands.options import OptionError, positive, write_file
 
 if TYPE_CHECKING:
     from dsv41.planning.compiled import Compiled
@@ -73,13 +73,13 @@ def run(args: argparse.Namespace) -> int:
     record = _record(args, preset, batch, context, compiled, plan)
     _print(record)
     if args.json is not None:
-        _write(args.json, (json.dumps(record, indent=1) + "\n").encode())
+        write_file(args.json, (json.dumps(record, indent=1) + "\n").encode())
     if args.save is not None and compiled.executable is not None:
         import pickle
 
         from jax.experimental.serialize_executable import serialize
 
-        _write(args.save, pickle.dumps(serialize(compiled.executable)))
+        write_file(args.save, pickle.dumps(serialize(compiled.executable)))
     return 0 if record["fits"] else 1
 
 
@@ -150,10 +150,3 @@ def _print(record: dict[str, Any]) -> None:
     for operation, names in sorted(record["back_ends"].items()):
         console.print(f"{operation}: {'; '.join(names)}")
     console.print(record["misfit"] or "fits")
-
-
-def _write(path: pathlib.Path, data: bytes) -> None:
-    """A file that is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)

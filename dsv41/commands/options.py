@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 from typing import TYPE_CHECKING
 
@@ -86,3 +87,10 @@ def read_text(path: pathlib.Path) -> str:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise OptionError(f"{path}: not UTF-8 ({error})") from error
+
+
+def write_file(path: pathlib.Path, data: bytes) -> None:
+    """A file that is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)

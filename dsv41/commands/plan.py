@@ -8,7 +8,7 @@ import pathlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dsv41.commands.options import OptionError, positive
+from dsv41.commands.options import OptionError, positive, write_file
 
 if TYPE_CHECKING:
     from dsv41.planning.plan import Plan
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     if prompts:
         _print_prompts(settings, args.prompt, prompts)
     if args.json is not None:
-        args.json.write_text(json.dumps(_json(plan, prompts), indent=1) + "\n")
+        write_file(args.json, (json.dumps(_json(plan, prompts), indent=1) + "\n").encode())
     if args.plot is not None:
         contexts = (text.max_position_embeddings >> i for i in reversed(range(_HALVINGS + 1)))
         _plot([planned(context) for context in contexts if context >= plan.queries], args.plot)
