@@ -19,6 +19,7 @@ def index_select(
     visible: jax.Array,
     top_k: int,
     blocks: BlockSelection | None = None,
+    first: jax.Array | None = None,
 ) -> Selection:
     """Top-k over all visible entries by score(t, j) = Σ_h weights_h · relu(q_h · k_j), float32.
 
@@ -34,12 +35,14 @@ def index_select(
       visible: ``[batch, query]`` int32: entries 0 … visible − 1 can be chosen (those without a page never are).
       top_k: entries to choose (static).
       blocks: blocks to choose besides (static).
+      first: ``[batch, query]`` int32: entries below it cannot be chosen, nor count for their blocks; with none from
+        it on visible, no block is chosen. None: 0.
 
     Returns:
       The selection, −1 where fewer are visible.
     """
     queries, weights, pool = lax.stop_gradient((queries, weights, pool))
-    return backend.run("index_select", queries, weights, pool, fmt, page_table, visible, top_k, blocks)
+    return backend.run("index_select", queries, weights, pool, fmt, page_table, visible, top_k, blocks, first)
 
 
 def index_reselect(
@@ -52,6 +55,7 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
+    first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Top-k of the visible entries inside candidate blocks; only those entries are read and scored.
 
@@ -67,10 +71,13 @@ def index_reselect(
       block_ids: ``[batch, query, blocks]`` int32, distinct, in any order; negative = none.
       block_size: entries of a block (static).
       top_k: entries to choose (static).
+      first: as in :func:`index_select`.
 
     Returns:
       ``[batch, query, top_k]`` int32 entries, best first, the −1 of a short selection last; and their scores float32,
       −inf where there is none.
     """
     queries, weights, pool = lax.stop_gradient((queries, weights, pool))
-    return backend.run("index_reselect", queries, weights, pool, fmt, page_table, visible, block_ids, block_size, top_k)
+    return backend.run(
+        "index_reselect", queries, weights, pool, fmt, page_table, visible, block_ids, block_size, top_k, first
+    )

@@ -14,8 +14,8 @@ from pallas_kernels.backend import interpreted
 from pallas_kernels.formats import FP4_E8M0, Format, Packed
 from pallas_kernels.index_select import gpu_mosaic, gpu_triton
 from pallas_kernels.index_select.types import BlockSelection, Selection
-from pallas_kernels.index_select.xla import unpinned
-from pallas_kernels.tiling import map_query_tiles
+from pallas_kernels.index_select.xla import optional, unpinned, with_something_visible
+from pallas_kernels.tiling import map_query_tiles, pad_axis
 from pallas_kernels.top_k.gpu import select_rows
 from pallas_kernels.top_k.gpu import unsupported as top_k_unsupported
 
@@ -34,6 +34,7 @@ def index_select(
     visible: jax.Array,
     top_k: int,
     blocks: BlockSelection | None = None,
+    first: jax.Array | None = None,
 ) -> Selection:
     """See :func:`pallas_kernels.index_select.index_select`."""
     batch, total = queries.shape[:2]
@@ -43,7 +44,9 @@ def index_select(
     query_tile = _query_tile(total, batch * (capacity + capacity // size) * 4)
     mosaic = not interpreted() and gpu_mosaic.takes(queries, pool, size, gathered=False)
 
-    def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array) -> Selection:
+    def one_tile(
+        _, queries: jax.Array, weights: jax.Array, visible: jax.Array, first: jax.Array | None = None
+    ) -> Selection:
         shape = visible.shape
         lengths = jnp.clip(visible, 0, capacity)
         if mosaic:
@@ -51,6 +54,9 @@ def index_select(
             scores, maxima = gpu_mosaic.scores(queries, weights, pool, runs, gpu_mosaic.KEYS, lengths, size)
         else:
             scores, maxima = gpu_triton.all_scores(queries, weights, pool, page_table, lengths, size)
+        if first is not None:
+            scores, maxima = _from(first, scores, lengths, size)
+            lengths = with_something_visible(lengths, capacity, first)
         rows, best = scores.reshape(-1, scores.shape[-1]), maxima.reshape(-1, maxima.shape[-1])
         lengths = lengths.reshape(-1)
         shared = (best, size) if size > 1 else None
@@ -64,7 +70,7 @@ def index_select(
         maxima = unpinned(values, best, count - 1).reshape(*shape, chosen)
         return Selection(*entries[:2], jnp.where(values == -jnp.inf, -1, ids).reshape(*shape, chosen), maxima)
 
-    return map_query_tiles(one_tile, query_tile, (queries, weights, visible))
+    return map_query_tiles(one_tile, query_tile, (queries, weights, visible, *optional(first)))
 
 
 def index_reselect(
@@ -77,6 +83,7 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
+    first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.index_select.index_reselect`."""
     batch, total = queries.shape[:2]
@@ -85,7 +92,7 @@ def index_reselect(
     mosaic = not interpreted() and gpu_mosaic.takes(queries, pool, block_size, gathered=True)
 
     def one_tile(
-        first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array
+        _, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array, first: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         # In order of entries a position's order is an entry's, which is what decides ties.
         ids = jnp.sort(jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids), axis=-1)
@@ -103,13 +110,28 @@ def index_reselect(
             scores = gpu_triton.candidate_scores(queries, weights, pool, page_table, visible, ids, block_size)
             lengths = jnp.full(visible.size, candidates, jnp.int32)
         rows = scores.reshape(visible.size, -1)
+        if first is not None:
+            at = jnp.arange(rows.shape[1], dtype=jnp.int32)
+            block = ids.reshape(visible.size, -1)[:, jnp.minimum(at // block_size, ids.shape[-1] - 1)]
+            rows = jnp.where(block * block_size + at % block_size >= first.reshape(-1, 1), rows, -jnp.inf)
         values, at = select_rows(rows, lengths, top_k)
         values, at = (x.reshape(*visible.shape, top_k) for x in (values, at))
         at = jnp.maximum(at, 0)
         chosen = jnp.take_along_axis(ids, at // block_size, axis=-1) * block_size + at % block_size
         return jnp.where(values == -jnp.inf, -1, chosen), values
 
-    return map_query_tiles(one_tile, query_tile, (queries, weights, visible, block_ids))
+    return map_query_tiles(one_tile, query_tile, (queries, weights, visible, block_ids, *optional(first)))
+
+
+def _from(first: jax.Array, scores: jax.Array, lengths: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Scores ``[batch, query, entries]`` of entries from ``first`` to ``lengths``, else −inf; the maxima of blocks.
+
+    A pass of its own over the scores: the kernels know only ends, and leave undefined what no query sees.
+    """
+    entry = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    scores = jnp.where((entry >= first[..., None]) & (entry < lengths[..., None]), scores, -jnp.inf)
+    padded = pad_axis(scores, 2, -scores.shape[-1] % size, -jnp.inf)
+    return scores, padded.reshape(*scores.shape[:2], -1, size).max(axis=-1)
 
 
 def index_select_unsupported(
@@ -121,6 +143,7 @@ def index_select_unsupported(
     visible: jax.Array,
     top_k: int,
     blocks: BlockSelection | None = None,
+    first: jax.Array | None = None,
 ) -> str | None:
     """Why the kernels do not run these arguments; None if they do."""
     capacity = page_table.shape[1] * pool.payload.shape[1]
@@ -140,6 +163,7 @@ def index_reselect_unsupported(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
+    first: jax.Array | None = None,
 ) -> str | None:
     """Why the kernels do not run these arguments; None if they do."""
     candidates = block_ids.shape[-1] * block_size

@@ -13,7 +13,13 @@ from pallas_kernels.top_k.reference import top_k as reference_top_k
 
 
 def scores(
-    queries: jax.Array, weights: jax.Array, pool: Packed, fmt: Format, page_table: jax.Array, visible: jax.Array
+    queries: jax.Array,
+    weights: jax.Array,
+    pool: Packed,
+    fmt: Format,
+    page_table: jax.Array,
+    visible: jax.Array,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """Index scores ``[batch, query, capacity]`` float32 of every entry of a request; −inf where it is not visible."""
     pages, page_entries = pool.payload.shape[:2]
@@ -22,6 +28,8 @@ def scores(
     page, slot, valid = locate(page_table, entries, pages, page_entries)
     keys = jnp.where(valid[..., None], fmt.decode(pool)[page, slot], 0)
     live = valid[:, None] & (entries[:, None] < visible[..., None])
+    if first is not None:
+        live &= entries[:, None] >= first[..., None]
     products = jnp.einsum("bshd,bnd->bshn", queries.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST)
     total = jnp.sum(jax.nn.relu(products) * weights[..., None], axis=2)
     return jnp.where(live, jnp.where(total == 0, 0.0, total), -jnp.inf)
@@ -51,10 +59,13 @@ def index_select(
     visible: jax.Array,
     top_k: int,
     blocks: BlockSelection | None = None,
+    first: jax.Array | None = None,
 ) -> Selection:
     """See :func:`pallas_kernels.index_select.index_select`."""
-    dense = scores(queries, weights, pool, fmt, page_table, visible)
+    dense = scores(queries, weights, pool, fmt, page_table, visible, first)
     values, indices = reference_top_k(dense, top_k)
+    if first is not None:  # a query for which nothing is visible has no newest block
+        visible = jnp.where(first < jnp.minimum(visible, dense.shape[-1]), visible, 0)
     chosen = () if blocks is None else choose_blocks(dense, visible, blocks)
     return Selection(jnp.where(values == -jnp.inf, -1, indices), values, *chosen)
 
@@ -69,9 +80,10 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
+    first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.index_select.index_reselect`."""
-    dense = scores(queries, weights, pool, fmt, page_table, visible)
+    dense = scores(queries, weights, pool, fmt, page_table, visible, first)
     block = jnp.arange(dense.shape[-1]) // block_size
     candidate = jnp.any(block == block_ids[..., None], axis=2)
     values, indices = reference_top_k(jnp.where(candidate, dense, -jnp.inf), top_k)

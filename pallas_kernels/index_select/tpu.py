@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import backend
 from pallas_kernels.formats import BlockFormat, Format, Packed
 from pallas_kernels.index_select.types import BlockSelection, Selection
-from pallas_kernels.index_select.xla import choose_blocks
+from pallas_kernels.index_select.xla import choose_blocks, optional, with_something_visible
 from pallas_kernels.paged_memory.addressing import locate
 from pallas_kernels.products import operand_dtype
 from pallas_kernels.tiling import largest_tile, map_query_tiles, pad_axis
@@ -53,6 +53,7 @@ def index_select_unsupported(
     visible: jax.Array,
     top_k: int,
     blocks: BlockSelection | None = None,
+    first: jax.Array | None = None,
 ) -> str | None:
     """Why these arguments are not for this kernel; None if they are."""
     if page_table.size > _TABLE_SLOTS:
@@ -72,6 +73,7 @@ def index_reselect_unsupported(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
+    first: jax.Array | None = None,
 ) -> str | None:
     """Why these arguments are not for this kernel; None if they are."""
     if page_table.shape[1] * pool.payload.shape[1] > _EXACT_INTEGERS:
@@ -102,19 +104,25 @@ def index_select(
     visible: jax.Array,
     top_k: int,
     blocks: BlockSelection | None = None,
+    first: jax.Array | None = None,
 ) -> Selection:
     """See :func:`pallas_kernels.index_select.index_select`."""
     batch, total = visible.shape
     capacity = page_table.shape[1] * pool.payload.shape[1]
     tile = largest_tile(total, lambda queries: batch * queries * capacity * 4)
 
-    def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array) -> Selection:
+    def one_tile(
+        _, queries: jax.Array, weights: jax.Array, visible: jax.Array, first: jax.Array | None = None
+    ) -> Selection:
         scores = _page_scores(queries, weights, pool, fmt, page_table, visible)
+        if first is not None:
+            scores = jnp.where(jnp.arange(scores.shape[-1], dtype=jnp.int32) >= first[..., None], scores, -jnp.inf)
         values, indices = exact_top_k(scores, top_k)
-        chosen = () if blocks is None else choose_blocks(scores[..., :capacity], visible, blocks)
+        shown = with_something_visible(visible, capacity, first)
+        chosen = () if blocks is None else choose_blocks(scores[..., :capacity], shown, blocks)
         return Selection(jnp.where(values == -jnp.inf, -1, indices), values, *chosen)
 
-    return map_query_tiles(one_tile, tile, (queries, weights, visible))
+    return map_query_tiles(one_tile, tile, (queries, weights, visible, *optional(first)))
 
 
 def index_reselect(
@@ -127,6 +135,7 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
+    first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.index_select.index_reselect`."""
     batch, total = visible.shape
@@ -135,7 +144,7 @@ def index_reselect(
     tile = largest_tile(total, lambda queries: batch * queries * candidates * max(pool.payload.shape[-1], 128))
 
     def one_tile(
-        first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array
+        _, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array, first: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         # In order of entries a position's order is an entry's, which is what decides ties.
         # The top-k sorts them: numbers of blocks are exact in float32, and XLA's sort is slow to compile.
@@ -149,11 +158,13 @@ def index_reselect(
         page, slot, has_page = locate(page_table, entries, *pool.payload.shape[:2])
         keys = _gathered(pool, page, slot, block_size)
         live = has_page & (entries < visible[..., None])
+        if first is not None:
+            live &= entries >= first[..., None]
         values, positions = exact_top_k(_own_scores(queries, weights, keys, fmt, live), top_k)
         chosen = jnp.take_along_axis(entries, jnp.maximum(positions, 0), axis=-1)
         return jnp.where(values == -jnp.inf, -1, chosen), values
 
-    return map_query_tiles(one_tile, tile, (queries, weights, visible, block_ids))
+    return map_query_tiles(one_tile, tile, (queries, weights, visible, block_ids, *optional(first)))
 
 
 def _gathered(pool: Packed, page: jax.Array, slot: jax.Array, block_size: int) -> Packed:

@@ -24,6 +24,7 @@ def index_select(
     visible: jax.Array,
     top_k: int,
     blocks: BlockSelection | None = None,
+    first: jax.Array | None = None,
 ) -> Selection:
     """See :func:`pallas_kernels.index_select.index_select`."""
     batch, total, heads, width = queries.shape
@@ -34,13 +35,26 @@ def index_select(
     entry_bytes = batch * max(2 * query_tile * heads, width) * 4
     key_pages = largest_tile(table_pages, lambda pages: pages * page_entries * entry_bytes)
 
-    def one_tile(first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array) -> Selection:
-        scores = _scores_by_key_tiles(queries, weights, pool, fmt, page_table, visible, key_pages)
+    def one_tile(
+        _, queries: jax.Array, weights: jax.Array, visible: jax.Array, first: jax.Array | None = None
+    ) -> Selection:
+        scores = _scores_by_key_tiles(queries, weights, pool, fmt, page_table, visible, key_pages, first)
         values, indices = exact_top_k(scores, top_k)
-        chosen = () if blocks is None else choose_blocks(scores[..., :capacity], visible, blocks)
+        shown = with_something_visible(visible, capacity, first)
+        chosen = () if blocks is None else choose_blocks(scores[..., :capacity], shown, blocks)
         return Selection(jnp.where(values == -jnp.inf, -1, indices), values, *chosen)
 
-    return map_query_tiles(one_tile, query_tile, (queries, weights, visible))
+    return map_query_tiles(one_tile, query_tile, (queries, weights, visible, *optional(first)))
+
+
+def optional(first: jax.Array | None) -> tuple[jax.Array, ...]:
+    """``first`` as the last of the arrays that tiles cut, if it is there."""
+    return () if first is None else (first,)
+
+
+def with_something_visible(visible: jax.Array, capacity: int, first: jax.Array | None = None) -> jax.Array:
+    """``visible``, but 0 for queries that see no entry from ``first`` on: they have no newest block."""
+    return visible if first is None else jnp.where(first < jnp.minimum(visible, capacity), visible, 0)
 
 
 def _scores_by_key_tiles(
@@ -51,24 +65,26 @@ def _scores_by_key_tiles(
     page_table: jax.Array,
     visible: jax.Array,
     key_pages: int,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """Head-summed scores ``[batch, query, capacity up to a whole key tile]``, −inf where an entry is not visible."""
     page_entries, table_pages = pool.payload.shape[1], page_table.shape[1]
     if key_pages >= table_pages:
-        return _page_scores(queries, weights, pool, fmt, page_table, visible, 0)
+        return _page_scores(queries, weights, pool, fmt, page_table, visible, 0, first)
     tiles = -(-table_pages // key_pages)
     page_table = pad_axis(page_table, 1, tiles * key_pages - table_pages, -1)
     tile_entries = key_pages * page_entries
 
     def write_tile(i: jax.Array, scores: jax.Array) -> jax.Array:
         table = lax.dynamic_slice_in_dim(page_table, i * key_pages, key_pages, axis=1)
-        tile = _page_scores(queries, weights, pool, fmt, table, visible, i * tile_entries)
+        tile = _page_scores(queries, weights, pool, fmt, table, visible, i * tile_entries, first)
         return lax.dynamic_update_slice_in_dim(scores, tile, i * tile_entries, axis=2)
 
     # A table is as long as the longest request it could hold: tiles that nobody sees yet are not visited.
     needed = jnp.clip(-(-jnp.max(visible) // tile_entries), 0, tiles)
+    begin = 0 if first is None else jnp.clip(jnp.min(first) // tile_entries, 0, tiles)
     nothing = jnp.full((*visible.shape, tiles * tile_entries), -jnp.inf, jnp.float32)
-    return lax.fori_loop(0, needed, write_tile, nothing)
+    return lax.fori_loop(begin, needed, write_tile, nothing)
 
 
 def _page_scores(
@@ -79,6 +95,7 @@ def _page_scores(
     page_table: jax.Array,
     visible: jax.Array,
     first_entry: int | jax.Array,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """Scores ``[batch, query, entries]`` of the entries on some pages, of which the first is ``first_entry``."""
     batch, table_pages = page_table.shape
@@ -89,6 +106,8 @@ def _page_scores(
     has_page = locate(page_table, here, pool.payload.shape[0], page_entries)[2]
     products = einsum("bshd,bnd->bshn", queries.astype(keys.dtype), keys)
     live = has_page[:, None] & (first_entry + entries < visible[..., None])
+    if first is not None:
+        live &= first_entry + entries >= first[..., None]
     return jnp.where(live, _over_heads(products, weights), -jnp.inf)
 
 
@@ -132,6 +151,7 @@ def index_reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
+    first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.index_select.index_reselect`."""
     batch, total, heads, width = queries.shape
@@ -141,7 +161,7 @@ def index_reselect(
     query_tile = largest_tile(total, lambda tile: batch * tile * candidates * max(width, 2 * heads) * 4)
 
     def one_tile(
-        first: int, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array
+        _, queries: jax.Array, weights: jax.Array, visible: jax.Array, ids: jax.Array, first: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         # In order of entries a position's order is an entry's, which is what decides ties.
         ids = jnp.sort(jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids), axis=-1)
@@ -152,8 +172,10 @@ def index_reselect(
         has_page = locate(page_table, entries, *pool.payload.shape[:2])[2]
         products = einsum("bshd,bsnd->bshn", queries.astype(dtype), keys)
         live = has_page & (entries < visible[..., None])
+        if first is not None:
+            live &= entries >= first[..., None]
         values, positions = exact_top_k(jnp.where(live, _over_heads(products, weights), -jnp.inf), top_k)
         chosen = jnp.take_along_axis(entries, jnp.maximum(positions, 0), axis=-1)
         return jnp.where(values == -jnp.inf, -1, chosen), values
 
-    return map_query_tiles(one_tile, query_tile, (queries, weights, visible, block_ids))
+    return map_query_tiles(one_tile, query_tile, (queries, weights, visible, block_ids, *optional(first)))

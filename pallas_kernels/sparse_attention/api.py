@@ -21,6 +21,7 @@ def sparse_attention(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -47,6 +48,8 @@ def sparse_attention(
       rotation: int32 ``[batch]``, the column of ``local`` that holds the earliest entry; the others follow it
         around the end. None: column 0. Sums go over the columns as they lie or over the entries by age: either way
         a query rounds alike wherever in a call it stands, if entries keep their columns over the calls.
+      reach: ``[batch, query]`` int32: how many of its window's entries a query sees, the newest ones (query s sees
+        s + window − reach + 1 … s + window); beyond 0 … window it is as at the nearer end. None: the whole window.
       window: entries of the window (static).
       scale: factor of the logits (static).
       probability_dtype: bfloat16 or float32 (static).
@@ -76,6 +79,7 @@ def sparse_attention(
         indices,
         sink,
         rotation,
+        reach,
         window=window,
         scale=scale,
         probability_dtype=probability_dtype,

@@ -28,6 +28,7 @@ def unsupported(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -35,8 +36,8 @@ def unsupported(
     return_partial: bool = False,
 ) -> str | None:
     """Why no kernel can run these arguments; None if one can."""
-    arrays = (queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation)
-    reason = _not_for_mosaic(queries, local_fmt, pool, pool_fmt, indices, window, probability_dtype)
+    arrays = (queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation, reach)
+    reason = _not_for_mosaic(queries, local_fmt, pool, pool_fmt, indices, reach, window, probability_dtype)
     if reason is None:
         return None
     options = {"window": window, "scale": scale, "probability_dtype": probability_dtype}
@@ -50,11 +51,14 @@ def _not_for_mosaic(
     pool: Packed | None,
     pool_fmt: Format,
     indices: jax.Array | None,
+    reach: jax.Array | None,
     window: int,
     probability_dtype: jnp.dtype,
 ) -> str | None:
     if interpreted():
         return "the Mosaic GPU kernel has no interpret mode"
+    if reach is not None:
+        return "the Mosaic GPU kernel sees whole windows, not a reach"
     heads, width = queries.shape[-2:]
     if queries.dtype != jnp.bfloat16:
         return f"queries are {queries.dtype}"
@@ -84,6 +88,7 @@ def sparse_attention(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -93,9 +98,9 @@ def sparse_attention(
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`."""
     static = {"window": window, "scale": scale, "probability_dtype": jnp.dtype(probability_dtype)}
     static["return_partial"] = return_partial
-    if _not_for_mosaic(queries, local_fmt, pool, pool_fmt, indices, window, probability_dtype) is not None:
+    if _not_for_mosaic(queries, local_fmt, pool, pool_fmt, indices, reach, window, probability_dtype) is not None:
         return gpu_triton.sparse_attention(
-            queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation, **static
+            queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation, reach, **static
         )
     arrays = (queries, local, local_valid, pool, page_table, indices, sink, rotation)
     return _attend(local_fmt, pool_fmt, tuple(static.items()), *arrays)

@@ -29,7 +29,14 @@ class Source(NamedTuple):
 
 
 def window_source(
-    local: Packed, fmt: Format, valid: jax.Array, rotation: jax.Array | None, window: int, dtype: jnp.dtype, tile: int
+    local: Packed,
+    fmt: Format,
+    valid: jax.Array,
+    rotation: jax.Array | None,
+    window: int,
+    dtype: jnp.dtype,
+    tile: int,
+    reach: jax.Array | None = None,
 ) -> Source:
     """The window of every query; arguments as in :func:`pallas_kernels.sparse_attention.sparse_attention`.
 
@@ -42,6 +49,8 @@ def window_source(
         oldest = oldest + rotation[:, None, None]
     column = jnp.broadcast_to(oldest + jnp.arange(window, dtype=jnp.int32), (batch, columns - window, window)) % columns
     seen = jnp.take_along_axis(valid[:, None], column, axis=2)
+    if reach is not None:
+        seen &= jnp.arange(window, dtype=jnp.int32) >= window - reach[..., None]
     rows = jnp.where(seen, column + columns * jnp.arange(batch, dtype=jnp.int32)[:, None, None], -1)
     entries = fmt.decode(local, dtype)
     return _source(entries, rows, tile)

@@ -36,6 +36,7 @@ def unsupported(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -43,7 +44,7 @@ def unsupported(
     return_partial: bool = False,
 ) -> str | None:
     """Why the kernel cannot run these arguments; None if it can."""
-    del local_valid, page_table, indices, sink, rotation, window, scale, return_partial
+    del local_valid, page_table, indices, sink, rotation, reach, window, scale, return_partial
     if pool is not None and not isinstance(pool_fmt, DenseFormat):
         return f"the pool is packed ({pool_fmt.element})"
     width = queries.shape[-1]
@@ -77,6 +78,7 @@ def sparse_attention(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -87,7 +89,7 @@ def sparse_attention(
     batch, total, heads, width = queries.shape
     dtype = _operands(queries, local_fmt, pool, pool_fmt)
     tile = blocks(heads, dtype).tile
-    sources = [window_source(local, local_fmt, local_valid, rotation, window, dtype, tile)]
+    sources = [window_source(local, local_fmt, local_valid, rotation, window, dtype, tile, reach)]
     if pool is not None:
         sources.append(pool_source(pool, pool_fmt, page_table, indices, dtype, tile))
     flat = queries.reshape(batch * total, heads, width).astype(dtype)

@@ -22,6 +22,7 @@ def sparse_attention(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -35,6 +36,8 @@ def sparse_attention(
         local_valid = jnp.take_along_axis(local_valid, columns, axis=1)
     seen = jnp.arange(queries.shape[1])[:, None] + 1 + jnp.arange(window)
     valid = local_valid[:, seen]
+    if reach is not None:
+        valid = valid & (jnp.arange(window) >= window - reach[..., None])
     entries = jnp.where(valid[..., None], local_fmt.decode(local)[:, seen], 0)
     if pool is not None:
         page, slot, chosen = locate(page_table, indices, *pool.payload.shape[:2])

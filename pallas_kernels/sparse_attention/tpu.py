@@ -64,6 +64,7 @@ def unsupported(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -71,7 +72,7 @@ def unsupported(
     return_partial: bool = False,
 ) -> str | None:
     """Why the kernel cannot run these arguments; None if it can."""
-    del local, local_fmt, local_valid, page_table, sink, scale, probability_dtype
+    del local, local_fmt, local_valid, page_table, sink, reach, scale, probability_dtype
     batch, total, heads, width = queries.shape
     if queries.dtype not in (jnp.bfloat16, jnp.float32):
         return f"queries are {queries.dtype}"
@@ -143,6 +144,7 @@ def sparse_attention(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -151,11 +153,11 @@ def sparse_attention(
 ) -> jax.Array | Partial:
     """See :func:`pallas_kernels.sparse_attention.sparse_attention`; its derivatives are XLA's."""
     static = _Static(local_fmt, pool_fmt, window, scale, jnp.dtype(probability_dtype), return_partial, interpreted())
-    return _attend(static, queries, local, local_valid, pool, page_table, indices, sink, rotation)
+    return _attend(static, queries, local, local_valid, pool, page_table, indices, sink, rotation, reach)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, queries, local, local_valid, pool, page_table, indices, sink, rotation):
+def _attend(static: _Static, queries, local, local_valid, pool, page_table, indices, sink, rotation, reach):
     batch, total, heads, width = queries.shape
     tile = _tile(batch, total)
     surplus = -total % tile.queries
@@ -183,6 +185,9 @@ def _attend(static: _Static, queries, local, local_valid, pool, page_table, indi
         block(tile.requests, *ahead.shape[1:]),
         block(heads, 1, index=lambda p: 0),
     ]
+    if reach is not None:
+        operands.append(pad_axis(reach, 1, surplus).reshape(programs, 1, steps))
+        specs.append(block(1, 1, steps, memory_space=pltpu.SMEM))
     scratch, reader = [], None
     if pool is not None:
         reader = Reader.of(pool, static.pool_fmt, width)
@@ -207,6 +212,7 @@ def _attend(static: _Static, queries, local, local_valid, pool, page_table, indi
         reader=reader,
         tile=tile,
         window=static.window,
+        reaching=reach is not None,
         scale=static.scale,
         probability=static.probability_dtype,
         return_partial=static.return_partial,
@@ -241,7 +247,7 @@ def _attend_forward(static, *arrays):
 
 
 def _attend_backward(static, saved, cotangent):
-    def again(queries, local, local_valid, pool, page_table, indices, sink, rotation):
+    def again(queries, local, local_valid, pool, page_table, indices, sink, rotation, reach):
         return xla.sparse_attention(
             queries=queries,
             local=local,
@@ -251,6 +257,7 @@ def _attend_backward(static, saved, cotangent):
             indices=indices,
             sink=sink,
             rotation=rotation,
+            reach=reach,
             **static.options(),
         )
 
@@ -301,6 +308,7 @@ def _kernel(
     reader: Reader | None,
     tile: _Tile,
     window: int,
+    reaching: bool,
     scale: float,
     probability: jnp.dtype,
     return_partial: bool,
@@ -310,6 +318,7 @@ def _kernel(
     # The chip's compiler drops no cast; XLA may.
     rounded = narrow if interpret else lambda x, dtype: x.astype(dtype)
     rest = list(refs)
+    reach_ref = rest.pop(0) if reaching else None
     if reader is not None:
         tiles_ref, rows_ref, row_vectors_ref, payload_ref, *rest = rest
         pool = Words(payload_ref, rest.pop(0) if reader.scale_words else None)
@@ -321,7 +330,8 @@ def _kernel(
     def attend(n: jax.Array) -> None:
         queries = queries_ref[0, n]
         ahead = ahead_ref[n // tile.queries] - n % tile.queries
-        parts = [(bands_ref[n // tile.queries], (ahead > 0) & (ahead <= window))]
+        oldest = 0 if reach_ref is None else jnp.maximum(window - reach_ref[0, 0, n], 0)
+        parts = [(bands_ref[n // tile.queries], (ahead > oldest) & (ahead <= window))]
         if reader is not None:
             tiles = tiles_ref[0, 0, n]
             reader.wait(buffers, n % 2, tiles)

@@ -25,6 +25,7 @@ def sparse_attention(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     *,
     window: int,
     scale: float,
@@ -50,7 +51,9 @@ def sparse_attention(
         columns = local_valid.shape[1]
         order = (jnp.arange(columns, dtype=jnp.int32) - rotation[:, None]) % columns
 
-    def one_tile(first: int | jax.Array, queries: jax.Array, indices: jax.Array | None = None) -> jax.Array | Partial:
+    def one_tile(
+        first: int | jax.Array, queries: jax.Array, indices: jax.Array | None = None, reach: jax.Array | None = None
+    ) -> jax.Array | Partial:
         def band(x: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, first, window + queries.shape[1], axis=1)
 
@@ -64,6 +67,8 @@ def sparse_attention(
             ahead = order[:, None] - (first + query)
         entries = jnp.where(valid[..., None], local_fmt.decode(mine, dtype), 0)
         seen = (ahead > 0) & (ahead <= window) & valid[:, None]
+        if reach is not None:
+            seen &= ahead > window - reach[..., None]
         logits = _logits(einsum("bshd,bnd->bshn", queries.astype(dtype), entries), scale, seen)
         top = logits.max(axis=-1)
         if not return_partial:
@@ -89,8 +94,13 @@ def sparse_attention(
             return Partial(out, top, total)
         return narrow(out / total[..., None], queries.dtype)
 
-    arrays = (queries,) if indices is None else (queries, indices)
-    return map_query_tiles(one_tile, tile, arrays, differentiable=True)
+    arrays = {"queries": queries, "indices": indices, "reach": reach}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+
+    def named(first: int | jax.Array, *tiles: jax.Array) -> jax.Array | Partial:
+        return one_tile(first, **dict(zip(arrays, tiles, strict=True)))
+
+    return map_query_tiles(named, tile, tuple(arrays.values()), differentiable=True)
 
 
 def _logits(products: jax.Array, scale: float, seen: jax.Array) -> jax.Array:

@@ -31,13 +31,17 @@ def test_what_no_kernel_takes():
     assert "128 heads" in gpu.unsupported(**many, **static())
     long = packed | {"indices": jnp.zeros((2, 9, 4096), jnp.int32)}
     assert "65 tiles of entries" in gpu.unsupported(**long, **static())
-    # Narrow float entries are for the other kernel.
+    reach = {"reach": jnp.zeros((2, 9), jnp.int32)}
+    assert "not a reach; the pool is packed" in gpu.unsupported(**packed, **reach, **static())
+    # Narrow float entries are for the other kernel, and so is a reach.
+    assert gpu.unsupported(**case(BF16, BF16, dtype="bfloat16", width=512), **reach, **static(BF16, BF16)) is None
     assert gpu.unsupported(**case(BF16, BF16, dtype="bfloat16"), **static(BF16, BF16)) is None
 
 
 @pytest.mark.gpu
 class TestSparseAttention(SparseAttentionTests):
     backend = "gpu"
+    supports_reach = False
     local_fmt, pool_fmt = FP8_E8M0, FP4_E4M3
     dtype = "bfloat16"
     width = 512

@@ -66,6 +66,10 @@ class TestIndexSelect(IndexSelectTests):
         arrays = index_select.case(F32, lengths, queries=7, page_entries=3, capacity=33, integers=True)
         chosen = self.check(arrays, F32, 8, BlockSelection(size=4, count=3))
         self.check_reselect(arrays, F32, chosen.blocks, 4, 8)
+        # Where every query begins late, the first tiles of keys are passed over.
+        for first in (arrays["visible"] - 2, jnp.maximum(arrays["visible"] - 9, 7)):
+            self.check(arrays | {"first": first}, F32, 8, BlockSelection(size=4, count=3))
+            self.check_reselect(arrays | {"first": first}, F32, chosen.blocks, 4, 8)
 
     def test_one_tile_has_no_loop(self):
         arrays = index_select.case()
@@ -109,10 +113,13 @@ class TestSparseAttention(SparseAttentionTests):
         monkeypatch.setattr(tiling, "TEMPORARY_BYTES", budget)
         self.check(sparse_attention.case(FP8_E8M0, FP4_E4M3), FP8_E8M0, FP4_E4M3)
         self.check(sparse_attention.case() | {"pool": None, "page_table": None, "indices": None})
+        self.test_every_query_has_its_reach(False)
+        self.test_the_same_reach_for_all_is_a_smaller_window(1)
 
     def test_tiled_gradients(self, monkeypatch):
         monkeypatch.setattr(tiling, "TEMPORARY_BYTES", 4000)
         self.test_gradients_are_the_references_and_finite_beside_poison()
+        self.test_gradients_stay_in_reach()
 
     def test_one_tile_has_no_loop(self):
         static = {"local_fmt": F32, "pool_fmt": F32, "window": sparse_attention.WINDOW, "scale": 1.0}

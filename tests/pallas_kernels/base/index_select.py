@@ -160,6 +160,46 @@ class IndexSelectTests(OperationTests):
         chosen = self.check_reselect(arrays, FP4_E8M0, ids, 4, 12)
         np.testing.assert_array_equal(chosen[0, 0], -1)
 
+    def firsts(self, arrays: dict) -> jax.Array:
+        """Where the visible entries of each query begin: at 0, at the newest, behind it, and between."""
+        visible = np.asarray(arrays["visible"])
+        first = np.random.default_rng(6).integers(0, visible + 1)
+        first[0, -3:] = 0, visible[0, -2] - 1, visible[0, -1] - 1
+        first[-1, -2:] = visible[-1, -2] + 3, -1
+        return jnp.asarray(first, jnp.int32)
+
+    def test_entries_before_the_first_are_not_chosen(self):
+        arrays = self.case()
+        first = arrays["first"] = self.firsts(arrays)
+        size = 4
+        chosen = self.check(arrays, FP4_E8M0, 4, BlockSelection(size, 3))
+        begin, end = np.maximum(first, 0)[..., None], np.asarray(arrays["visible"])[..., None]
+        entries, blocks = np.asarray(chosen.indices), np.asarray(chosen.blocks)
+        assert ((entries < 0) | ((entries >= begin) & (entries < end))).all()
+        np.testing.assert_array_equal((entries >= 0).sum(-1), np.clip(end - begin, 0, 4)[..., 0])
+        # Whole blocks before the first are as absent as those behind the last; the newest one leads.
+        assert ((blocks < 0) | ((blocks >= begin // size) & (blocks * size < end))).all()
+        np.testing.assert_array_equal(blocks[..., 0], np.where(begin < end, (end - 1) // size, -1)[..., 0])
+        # Blocks may be given that lie before it.
+        ids = np.tile(np.arange(8, dtype=np.int32), (2, 5, 1))
+        again = self.check_reselect(arrays, FP4_E8M0, ids, size, 32)
+        np.testing.assert_array_equal(np.sort(again, axis=-1)[..., -1:], np.where(begin < end, end - 1, -1))
+        np.testing.assert_array_equal((again >= 0).sum(-1), np.maximum(end - begin, 0)[..., 0])
+
+    def test_a_first_page_cut_off_is_a_pool_without_it(self):
+        page = self.sizes.get("page_entries", 4)
+        arrays = self.case(lengths=(3 * page + 1, page + 2), capacity=4 * page)
+        arrays["visible"] = jnp.maximum(arrays["visible"], page)
+        whole = self.check(
+            arrays | {"first": jnp.full_like(arrays["visible"], page)}, FP4_E8M0, 8, BlockSelection(4, 3)
+        )
+        arrays |= {"page_table": arrays["page_table"][:, 1:], "visible": arrays["visible"] - page}
+        rest = self.check(arrays, FP4_E8M0, 8, BlockSelection(4, 3))
+        for left, right, shift in ((whole.indices, rest.indices, page), (whole.blocks, rest.blocks, page // 4)):
+            left, right = np.asarray(left), np.asarray(right)
+            np.testing.assert_array_equal(left, np.where(right < 0, -1, right + shift))
+        assert (np.asarray(whole.indices) >= page).any()
+
     def test_candidates_of_every_context(self):
         """Each visible entry of a chosen block is a candidate, the newest block is chosen, nothing lies beyond."""
         size, count, contexts = 8, 3, np.arange(1, 41)

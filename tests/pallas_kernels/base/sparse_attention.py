@@ -49,6 +49,14 @@ def case(local_fmt=F32, pool_fmt=F32, queries=9, lengths=(10, 3), heads=2, width
     }
 
 
+def reaches(arrays: dict) -> jax.Array:
+    """A reach for every query: nothing, everything, numbers beyond both, and what lies between."""
+    reach = np.random.default_rng(5).integers(0, WINDOW + 1, arrays["queries"].shape[:2])
+    reach[0, :2] = 0, 1000
+    reach[-1, :2] = WINDOW, -3
+    return jnp.asarray(reach, jnp.int32)
+
+
 def gradients(function: Callable[[dict], jax.Array], arrays: dict) -> tuple[jax.Array, ...]:
     """Of a random weighting of the outputs, to queries, local and pool entries (plain floats) and sink."""
     cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["queries"].shape), jnp.float32)
@@ -65,11 +73,13 @@ class SparseAttentionTests(OperationTests):
     """Promises of the operation.
 
     Attributes:
+      supports_reach: whether queries may see a part of their windows there.
       local_fmt, pool_fmt, dtype, width: what a test takes that is not about formats, dtypes or widths.
       page_entries: of the pool that holds the reference's data.
       tolerance: largest error, of values of about 1, with these.
     """
 
+    supports_reach = True
     local_fmt = F32
     pool_fmt = F32
     dtype = "float32"
@@ -118,6 +128,35 @@ class SparseAttentionTests(OperationTests):
         arrays["rotation"] = jnp.asarray(rotation)
         rotated = self.check(arrays, FP8_E8M0, FP4_E4M3)
         np.testing.assert_allclose(rotated, wanted, rtol=self.tolerance, atol=self.tolerance)
+
+    @pytest.mark.parametrize("rotated", [False, True])
+    def test_every_query_has_its_reach(self, rotated: bool):
+        if not self.supports_reach:
+            pytest.skip("no reach on this back end")
+        arrays = self.case(FP8_E8M0, FP4_E4M3)
+        whole = self.check(arrays, FP8_E8M0, FP4_E4M3)
+        arrays["reach"] = reaches(arrays)
+        if rotated:
+            arrays["rotation"] = jnp.zeros(2, jnp.int32)
+        cut = self.check(arrays, FP8_E8M0, FP4_E4M3)
+        if not rotated:
+            full = np.asarray(arrays["reach"]) >= WINDOW
+            np.testing.assert_array_equal(cut[full], whole[full])
+        # Nothing local at all is what a reach of nothing leaves.
+        none = np.asarray(arrays["reach"]) <= 0
+        arrays["local_valid"] = jnp.zeros_like(arrays["local_valid"])
+        np.testing.assert_array_equal(cut[none], self.check(arrays, FP8_E8M0, FP4_E4M3)[none])
+
+    @pytest.mark.parametrize("reach", [1, WINDOW - 2])
+    def test_the_same_reach_for_all_is_a_smaller_window(self, reach: int):
+        if not self.supports_reach:
+            pytest.skip("no reach on this back end")
+        arrays = self.case() | {"pool": None, "page_table": None, "indices": None}
+        reached = self.check(arrays | {"reach": jnp.full(arrays["queries"].shape[:2], reach, jnp.int32)})
+        newest = lambda leaf: leaf[:, WINDOW - reach :]  # noqa: E731
+        arrays |= {"local": arrays["local"].map(newest), "local_valid": newest(arrays["local_valid"])}
+        smaller = self.check(arrays, window=reach)
+        np.testing.assert_allclose(reached, smaller, rtol=self.tolerance, atol=self.tolerance)
 
     def test_window_only(self):
         arrays = self.case() | {"pool": None, "page_table": None, "indices": None}
@@ -172,6 +211,31 @@ class SparseAttentionTests(OperationTests):
         for name, left, right in zip(("queries", "local", "pool", "sink"), mine, wanted, strict=True):
             np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=1e-4, atol=1e-5, err_msg=name)
         np.testing.assert_array_equal(np.asarray(mine[1])[~np.asarray(arrays["local_valid"])], 0)
+
+    def test_gradients_stay_in_reach(self):
+        if not (self.supports_gradient and self.supports_reach):
+            pytest.skip("no gradient or no reach on this back end")
+        arrays = self.case()
+        arrays |= {name: arrays[name].map(jnp.nan_to_num) for name in ("local", "pool")}
+        # Nobody looks back beyond the call's own entries.
+        own = 1 + jnp.arange(arrays["queries"].shape[1], dtype=jnp.int32)
+        arrays["reach"] = jnp.minimum(reaches(arrays), own)
+        static = {"local_fmt": F32, "pool_fmt": F32, "window": WINDOW, "scale": 0.3, "probability_dtype": jnp.float32}
+
+        def divided(arrays):
+            return self.run("sparse_attention", arrays, **static)
+
+        def merged(arrays):
+            part = self.run("sparse_attention", arrays, return_partial=True, **static)
+            return merge_partials(jax.tree.map(lambda leaf: leaf[None], part), arrays["sink"], jnp.float32)
+
+        wanted = gradients(lambda a: compiled(reference.sparse_attention, a, **static), arrays)
+        assert np.asarray(wanted[1])[:, WINDOW:].any()
+        for function in (divided, merged):
+            mine = gradients(function, arrays)
+            for name, left, right in zip(("queries", "local", "pool", "sink"), mine, wanted, strict=True):
+                np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=1e-4, atol=1e-5, err_msg=name)
+            np.testing.assert_array_equal(np.asarray(mine[1])[:, :WINDOW], 0)
 
     def test_parts_in_any_split_merge_to_the_whole(self):
         """Chosen entries dealt out over shards, the window on one; a shard that sees nothing changes nothing."""
