@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -45,9 +46,11 @@ def expert_matmul(
         return _gathered(x, ids, expert_weights, (w1, w3, w2), limit, activation_fmt)
 
     # With few experts a row's own are a good part of all, and a few large products beat many small ones; but then
-    # all experts' matrices and inner rows exist at once, so they must be small as well.
+    # all experts' matrices and inner rows exist at once, so they must be small as well. Rows that fill blocks are
+    # better off in them: on a CPU the two are equal at 32 an expert, at 128 blocks are twice as fast.
     dense_bytes = experts * max(inner, x.shape[-1]) * max(inner, rows) * 4
-    if experts <= 4 * k and dense_bytes <= tiling.TEMPORARY_BYTES:
+    few_rows = 2 * rows * k <= experts * _MAX_ROWS
+    if experts <= 4 * k and few_rows and dense_bytes <= tiling.TEMPORARY_BYTES:
         return _dense(x, ids, expert_weights, (w1, w3, w2), limit, activation_fmt)
     return _blocked(limit, activation_fmt, x, ids, expert_weights, (w1, w3, w2))
 
@@ -126,40 +129,72 @@ def _blocks(ids: jax.Array, experts: int) -> _Block:
     return _Block(live, expert, jnp.where(has_row, pair // k, rows).astype(jnp.int32), (pair % k).astype(jnp.int32))
 
 
-def _run_block(
-    x: jax.Array, weight: jax.Array, matrices: Matrices, block: _Block, limit: float, fmt: Format
+def _groups(blocks: _Block, x: jax.Array, matrices: Matrices, together: bool) -> _Block:
+    """Blocks ``[steps, blocks of a step, ...]``; dead ones fill the last step.
+
+    Args:
+      together: as many blocks a step as its temporaries allow. Else one, as with packed matrices: to decode an expert
+        costs more than a step.
+    """
+    count, size = blocks.row.shape
+    inner, hidden = matrices[0].weight.shape[-2:]
+    block_bytes = 4 * (3 * inner * hidden + size * (2 * hidden + 3 * inner))
+    most = max(tiling.TEMPORARY_BYTES // block_bytes, 1) if together and matrices[0].scale is None else 1
+    steps = -(-count // most)
+    group = -(-count // steps)
+    surplus = steps * group - count
+    fill = _Block(live=False, expert=matrices[0].weight.shape[0] - 1, row=x.shape[0], choice=0)
+    padded = (tiling.pad_axis(leaf, 0, surplus, value) for leaf, value in zip(blocks, fill, strict=True))
+    return _Block(*(leaf.reshape(steps, group, *leaf.shape[1:]) for leaf in padded))
+
+
+def _run_group(
+    rows: jax.Array, weight: jax.Array, matrices: Matrices, group: _Block, limit: float, fmt: Format
 ) -> jax.Array:
-    # Blocks without rows are skipped: decoding an expert for nothing costs as much as using it.
-    return lax.cond(
-        block.live,
-        lambda *args: _expert(*args, limit, fmt),
-        lambda x, weight, matrices: jnp.zeros(x.shape, jnp.float32),
-        x,
-        weight,
-        matrices,
+    """Blocks' outputs ``[blocks, rows_per_block, hidden]``, float32."""
+
+    def run(rows: jax.Array, weight: jax.Array, matrices: Matrices) -> jax.Array:
+        return jax.vmap(lambda r, w, m: _expert(r, w, m, limit, fmt))(rows, weight, matrices)
+
+    if group.live.shape[0] > 1:
+        return run(rows, weight, matrices)
+    # A block without rows is skipped: decoding an expert for nothing costs as much as using it.
+    nothing = jnp.zeros(rows.shape, jnp.float32)
+    return lax.cond(group.live[0], run, lambda *_: nothing, rows, weight, matrices)
+
+
+def _inputs(x: jax.Array, weights: jax.Array, matrices: Matrices, group: _Block):
+    """Rows, weights and matrices of some blocks; zeros where they have no row."""
+    rows = x.at[group.row].get(mode="fill", fill_value=0)
+    weight = weights.at[group.row, group.choice].get(mode="fill", fill_value=0)
+    own = jax.tree.map(lambda leaf: jnp.take(leaf, group.expert, axis=0, mode="clip"), matrices)
+    return rows, weight, own
+
+
+def _by_platform(f: Callable, *args):
+    """``f(*args, together)``: a launch costs a GPU more than a block; a CPU gains by passing dead blocks over."""
+    return lax.platform_dependent(
+        *args, cpu=functools.partial(f, together=False), default=functools.partial(f, together=True)
     )
-
-
-def _inputs(x: jax.Array, weights: jax.Array, matrices: Matrices, block: _Block):
-    """Rows, weights and matrices of one block; zeros where it has no row."""
-    rows = x.at[block.row].get(mode="fill", fill_value=0)
-    weight = weights.at[block.row, block.choice].get(mode="fill", fill_value=0)
-    one = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, block.expert, keepdims=False), matrices)
-    return rows, weight, one
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _blocked(
     limit: float, fmt: Format, x: jax.Array, ids: jax.Array, weights: jax.Array, matrices: Matrices
 ) -> jax.Array:
-    """One block after the other; a block decodes one expert's matrices."""
+    """Some blocks after the others; a block has a copy of one expert's matrices."""
+    return _by_platform(functools.partial(_outputs, limit, fmt), x, ids, weights, matrices)
 
-    def step(y: jax.Array, block: _Block):
-        out = _run_block(*_inputs(x, weights, matrices, block), block, limit, fmt)
-        return y.at[block.row].add(out, mode="drop"), None
+
+def _outputs(
+    limit: float, fmt: Format, x: jax.Array, ids: jax.Array, weights: jax.Array, matrices: Matrices, together: bool
+) -> jax.Array:
+    def step(y: jax.Array, group: _Block):
+        out = _run_group(*_inputs(x, weights, matrices, group), group, limit, fmt)
+        return y.at[group.row].add(out, mode="drop"), None
 
     start = jnp.zeros(x.shape, jnp.float32)
-    return lax.scan(step, start, _blocks(ids, matrices[0].weight.shape[0]))[0]
+    return lax.scan(step, start, _groups(_blocks(ids, matrices[0].weight.shape[0]), x, matrices, together))[0]
 
 
 def _blocked_forward(limit, fmt, x, ids, weights, matrices):
@@ -167,25 +202,31 @@ def _blocked_forward(limit, fmt, x, ids, weights, matrices):
 
 
 def _blocked_backward(limit, fmt, saved, dy):
-    # Written out because a scan's own transpose adds a whole stack of experts, nearly all zeros, for every block.
-    x, ids, weights, matrices = saved
+    dx, dweights, dmatrices = _by_platform(functools.partial(_gradients, limit, fmt), *saved, dy)
+    return dx, None, dweights, dmatrices
+
+
+def _gradients(limit, fmt, x, ids, weights, matrices, dy, together):
+    # Written out because a scan's own transpose adds a whole stack of experts, nearly all zeros, for every step.
+    experts = matrices[0].weight.shape[0]
     packed = matrices[0].scale is not None
 
-    def step(sums, block: _Block):
+    def step(sums, group: _Block):
         dx, dweights, dmatrices = sums
-        rows, weight, one = _inputs(x, weights, matrices, block)
-        dout = dy.at[block.row].get(mode="fill", fill_value=0)
+        rows, weight, own = _inputs(x, weights, matrices, group)
+        dout = dy.at[group.row].get(mode="fill", fill_value=0)
         if packed:
-            pull = jax.vjp(lambda r, w: _run_block(r, w, one, block, limit, fmt), rows, weight)[1]
+            pull = jax.vjp(lambda r, w: _run_group(r, w, own, group, limit, fmt), rows, weight)[1]
         else:
-            pull = jax.vjp(lambda r, w, m: _run_block(r, w, m, block, limit, fmt), rows, weight, one)[1]
+            pull = jax.vjp(lambda r, w, m: _run_group(r, w, m, group, limit, fmt), rows, weight, own)[1]
         drows, dweight, *done = pull(dout)
-        dx = dx.at[block.row].add(drows.astype(dx.dtype), mode="drop")
-        dweights = dweights.at[block.row, block.choice].add(dweight, mode="drop")
+        dx = dx.at[group.row].add(drows.astype(dx.dtype), mode="drop")
+        dweights = dweights.at[group.row, group.choice].add(dweight, mode="drop")
+        # Blocks without rows are dropped, not added as zeros: an expert's NaN times zero is NaN.
+        expert = jnp.where(group.live, group.expert, experts)
 
         def add(total: jax.Array, new: jax.Array) -> jax.Array:
-            old = lax.dynamic_index_in_dim(total, block.expert, keepdims=False)
-            return lax.dynamic_update_index_in_dim(total, old + new.astype(total.dtype), block.expert, axis=0)
+            return total.at[expert].add(new.astype(total.dtype), mode="drop", indices_are_sorted=True)
 
         return (dx, dweights, jax.tree.map(add, dmatrices, *done) if done else None), None
 
@@ -193,10 +234,10 @@ def _blocked_backward(limit, fmt, saved, dy):
         return jnp.zeros(leaf.shape, jnp.float32)
 
     start = (zeros(x), zeros(weights), None if packed else jax.tree.map(zeros, matrices))
-    dx, dweights, dmatrices = lax.scan(step, start, _blocks(ids, matrices[0].weight.shape[0]))[0]
+    dx, dweights, dmatrices = lax.scan(step, start, _groups(_blocks(ids, experts), x, matrices, together))[0]
     if not packed:
         dmatrices = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), dmatrices, matrices)
-    return dx.astype(x.dtype), None, dweights.astype(weights.dtype), dmatrices
+    return dx.astype(x.dtype), dweights.astype(weights.dtype), dmatrices
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)

@@ -44,7 +44,12 @@ def append_unsupported(
 def append(
     pool: Packed, fmt: Format, page_table: jax.Array, start: jax.Array, count: jax.Array, values: jax.Array
 ) -> Packed:
-    """See :func:`pallas_kernels.paged_memory.append`."""
+    """See :func:`pallas_kernels.paged_memory.append`; its derivative is XLA's."""
+    return _append(fmt, pool, page_table, start, count, values)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _append(fmt: Format, pool: Packed, page_table, start, count, values) -> Packed:
     pages, page_entries = pool.payload.shape[:2]
     batch, group = values.shape[:2]
     # Pages that consecutive entries can touch, wherever the first one lies in its page.
@@ -65,6 +70,17 @@ def append(
         return (_write_columns if paged.is_narrow(leaf) else _write_rows)(leaf, where, new)
 
     return pool.map(write, fmt.encode(values))
+
+
+def _append_forward(fmt, *arguments):
+    return _append(fmt, *arguments), arguments
+
+
+def _append_backward(fmt, arguments, cotangent):
+    return jax.vjp(lambda pool, *rest: xla.append(pool, fmt, *rest), *arguments)[1](cotangent)
+
+
+_append.defvjp(_append_forward, _append_backward)
 
 
 def _call(kernel, leaf: jax.Array, where: jax.Array, new: jax.Array, scratch: list) -> jax.Array:
