@@ -25,7 +25,7 @@ from dsv41.model import Model
 from dsv41.sharding.steps import place
 from dsv41.steps.prefill import Variables
 from dsv41.tokens.compression import token_map
-from dsv41.tokens.tokenizer import Tokenizer
+from dsv41.tokens.tokenizer import TOKENIZER_FILE, Tokenizer, TokenizerError, load_tokenizer
 
 TOKEN_MAP_FILE = "token_map.npy"
 """Beside a checkpoint (or one directory above it): compressed ids of a vocabulary that is not the packaged one."""
@@ -54,7 +54,7 @@ def load_variables(
     params = load_checkpoint(
         source, stored or model.settings.config, abstract_variables(model), progress, padded=padded_leaves(model)
     )
-    return {"params": params, "constants": {"token_map": _on_devices(model, ids)}}
+    return {"params": params, "constants": {"token_map": token_map_on_devices(model, ids)}}
 
 
 def load_drafter(
@@ -82,15 +82,15 @@ def device_random_variables(model: Model, seed: int) -> Variables:
     """Random weights drawn on the device, and ids in order: for sizes that a host would draw for hours."""
     config = model.settings.config
     params = random_parameters(config, abstract_variables(model), seed, padded_leaves(model))
-    return {"params": params, "constants": {"token_map": _on_devices(model, _ids_in_order(config))}}
+    return {"params": params, "constants": {"token_map": token_map_on_devices(model, _ids_in_order(config))}}
 
 
 def _ids_in_order(config: ModelConfig) -> np.ndarray:
     return np.arange(config.text.vocab_size, dtype=np.int32) % np.int32(config.text.engram_compressed_vocab_size)
 
 
-def _on_devices(model: Model, ids: np.ndarray) -> jax.Array:
-    """Where the parameters are: arrays that are bound to no device would compile every step twice."""
+def token_map_on_devices(model: Model, ids: np.ndarray) -> jax.Array:
+    """A token map where the parameters are: arrays that are bound to no device would compile every step twice."""
     parallel = model.settings.parallel
     if parallel.mesh is not None:
         return place(ids, PartitionSpec(), parallel)
@@ -115,8 +115,26 @@ def checkpoint_variables(
     return load_variables(model, reader, checkpoint_token_map(model.settings.config, directory, tokenizer), progress)
 
 
-def model_tokenizer(config: ModelConfig) -> Tokenizer | None:
-    """The packaged tokenizer if the model's vocabulary has its size, else None: such a model takes ids only."""
+def model_tokenizer(config: ModelConfig, directory: pathlib.Path | None = None) -> Tokenizer | None:
+    """The tokenizer of a model: the ``tokenizer.json`` of its checkpoint directory if there is one, else the packaged.
+
+    None if there is no such file and the model's vocabulary has another size than the packaged one: such a model takes
+    ids only.
+
+    Raises:
+      CheckpointError: the directory's own vocabulary cannot be read or has another size than the model's.
+    """
+    if directory is not None and (directory / TOKENIZER_FILE).is_file():
+        try:
+            tokenizer = load_tokenizer(directory)
+        except TokenizerError as error:
+            raise CheckpointError(str(error)) from error
+        if tokenizer.vocab_size != config.text.vocab_size:
+            raise CheckpointError(
+                f"{directory / TOKENIZER_FILE}: {tokenizer.vocab_size} tokens where text_config.vocab_size is "
+                f"{config.text.vocab_size}"
+            )
+        return tokenizer
     tokenizer = Tokenizer()
     return tokenizer if tokenizer.vocab_size == config.text.vocab_size else None
 
@@ -138,7 +156,7 @@ def checkpoint_token_map(config: ModelConfig, directory: pathlib.Path, tokenizer
         raise CheckpointError(
             f"{directory}: no {TOKEN_MAP_FILE} there or one directory above, and text_config.vocab_size "
             f"{text.vocab_size} with engram_compressed_vocab_size {text.engram_compressed_vocab_size} is not the "
-            "packaged vocabulary"
+            f"{'packaged vocabulary' if tokenizer is None else 'vocabulary of its tokenizer'}"
         )
     ids = np.load(path, allow_pickle=False)
     if ids.shape != (text.vocab_size,) or not np.issubdtype(ids.dtype, np.integer):

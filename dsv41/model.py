@@ -30,7 +30,7 @@ from dsv41.layers.flow import Flow, ForcedSelection, Step
 from dsv41.layers.linear import RMSNorm, WideLinear, declare
 from dsv41.layers.mhc import first_mix, mix_streams
 from dsv41.layers.stack import Stack, StackOutputs, concatenate, join_outputs
-from dsv41.numerics.ngram_hash import hash_ids, lookback, ngram_hash
+from dsv41.numerics.ngram_hash import BLOCKED, hash_ids, lookback, ngram_hash
 from dsv41.numerics.rotary import csa_frequencies, rotary_table, window_frequencies
 from dsv41.settings import Settings
 from dsv41.sharding.context import page_tables
@@ -49,12 +49,17 @@ class TokenBatch:
       count: int32 ``[batch]``, live tokens of each row (0: an inactive slot).
       is_image: bool ``[batch, query]``, positions of image spans (markers included); None without pictures.
       embeddings: ``[batch, query, d]``, used instead of the embedding at image positions; None without pictures.
+      documents: int32 ``[batch, query]``, for rows that hold several texts: the column at which the token's begins, a
+        multiple of every compression ratio and of the tokens of a candidate block; −1 where there is none. Texts see
+        nothing of each other, and positions count from their beginnings. The state must be empty, and the row whole.
+        None: a row is one text, and goes on where the state ends.
     """
 
     tokens: jax.Array
     count: jax.Array
     is_image: jax.Array | None = None
     embeddings: jax.Array | None = None
+    documents: jax.Array | None = None
 
 
 class Decoded(NamedTuple):
@@ -159,15 +164,24 @@ class Model(nn.Module):
         """The part of :meth:`encode` that needs no Engram rows yet."""
         queries = batch.tokens.shape[1]
         valid = jnp.arange(queries) < batch.count[:, None]
+        if batch.documents is not None:
+            valid &= batch.documents >= 0
         is_image = jnp.zeros_like(valid) if batch.is_image is None else batch.is_image & valid
         ids = jnp.where(valid & ~is_image, self.token_map.value[jnp.where(valid, batch.tokens, 0)], -1)
         seen = lookback(ids, state.ngram_tail)
+        reach = None
+        if batch.documents is not None:
+            position = jnp.arange(queries, dtype=jnp.int32) - batch.documents
+            seen = jnp.where(jnp.arange(seen.shape[-1]) <= position[..., None], seen, BLOCKED)
+            reach = jnp.minimum(position + 1, self.settings.text.sliding_window)
 
         x = self.embed(batch.tokens, valid)
         if batch.embeddings is not None:
             x = jnp.where(is_image[..., None], batch.embeddings.astype(x.dtype), x)
         streams = jnp.repeat(x[:, :, None], self.settings.text.hc_mult, axis=2)
-        segment = Segment(streams, first_mix(streams), is_image, seen, state.length, batch.count)
+        segment = Segment(
+            streams, first_mix(streams), is_image, seen, state.length, batch.count, batch.documents, reach
+        )
 
         step, ring = begin_step(self.settings, state, state.encoder_ring, segment, None, write_from, forced)
         flow = first_flow(self.settings, state, segment)
@@ -217,7 +231,11 @@ class Model(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """``[..., d]`` to ``[..., vocab]`` float32."""
-        return self.settings.parallel.gather(self.head(hidden), "vocab", axis=-1)
+        return self.settings.parallel.gather(self.local_logits(hidden), "vocab", axis=-1)
+
+    def local_logits(self, hidden: jax.Array) -> jax.Array:
+        """Of :meth:`logits` this device's part of the vocabulary."""
+        return self.head(hidden)
 
     def _project(self, flow: Flow, projections: dict, step: Step) -> tuple[Flow, dict]:
         """Writes the decoder's global entries of the encoder outputs in ``flow`` (mixed and normed by its source)."""
@@ -275,26 +293,33 @@ def begin_step(
     forced: ForcedSelection | None = None,
 ) -> tuple[Step, Packed]:
     """What all layers of a stack share in one step, and their window entries."""
-    positions = segment.start[:, None] + jnp.arange(segment.is_image.shape[1], dtype=jnp.int32)
-    valid = positions < (segment.start + segment.count)[:, None]
+    columns = segment.start[:, None] + jnp.arange(segment.is_image.shape[1], dtype=jnp.int32)
+    valid = columns < (segment.start + segment.count)[:, None]
+    positions = columns
+    if segment.documents is not None:
+        valid &= segment.documents >= 0
+        positions = columns - segment.documents
     pages = next((pool.main.payload.shape[1] for pool in state.memory.values()), 0)
     page_table, read_table = page_tables(settings.parallel, state.page_table, pages)
     window, queries = ring.positions.shape[1], positions.shape[1]
-    columns = jnp.arange(window + queries, dtype=jnp.int32)
+    places = jnp.arange(window + queries, dtype=jnp.int32)
     order = None
     if queries <= window:
-        order = (columns - (segment.start - window)[:, None]) % (window + queries)
+        order = (places - (segment.start - window)[:, None]) % (window + queries)
         entries, held = entries_at(ring, segment.start[:, None] - window + order)
         offset = order - window
         local_valid = held | ((offset >= 0) & jnp.take_along_axis(valid, jnp.maximum(offset, 0), axis=1))
     else:
-        entries, held = entries_at(ring, segment.start[:, None] - window + columns[:window])
+        entries, held = entries_at(ring, segment.start[:, None] - window + places[:window])
         local_valid = jnp.concatenate([held, valid], axis=1)
     step = Step(
         start=segment.start,
         count=segment.count,
+        columns=columns,
         positions=positions,
         valid=valid,
+        documents=segment.documents,
+        reach=segment.reach,
         write_from=jnp.zeros_like(segment.start) if write_from is None else write_from,
         page_table=page_table,
         read_table=read_table,

@@ -15,6 +15,10 @@ from dsv41.sharding.parallel import SINGLE, Parallel
 
 _PAGE_TOKENS = 64
 
+REMAT = ("nothing", "choices", "products")
+"""What may be recomputed in a backward pass: nothing; all of a layer but its choices of entries and experts, so that it
+chooses as it did; or all but those and the results of products without a batch axis."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -28,6 +32,8 @@ class Settings:
       page_tokens: tokens of one memory page; a multiple of every compression ratio.
       engram_in_step: True has Engram's tables among the parameters, and steps look up in them. False leaves them to
         :mod:`dsv41.engram`: steps are given the rows.
+      simulated: True keeps caches as floats, rounded as packed ones are, so that they can be differentiated.
+      remat: what a backward pass keeps of a layer, one of :data:`REMAT`.
       parallel: the mesh that steps run on, one program a device; modules then declare one device's part of each
         parameter. :attr:`whole` has the same model undivided.
     """
@@ -37,9 +43,13 @@ class Settings:
     packed_weights: bool
     page_tokens: int
     engram_in_step: bool = True
+    simulated: bool = False
+    remat: str = "nothing"
     parallel: Parallel = SINGLE
 
     def __post_init__(self):
+        if self.remat not in REMAT:
+            raise ValueError(f"remat: {self.remat!r} is none of {', '.join(REMAT)}")
         for ratio in self.table.ratios:
             if self.page_tokens % ratio:
                 raise ValueError(f"page_tokens: {self.page_tokens} is not a multiple of compress ratio {ratio}")
@@ -79,6 +89,14 @@ class Settings:
         packed = config.quantization is not None if packed_weights is None else packed_weights
         return cls(config, RoundingPolicy.for_config(config, cache_rounding), packed, page_tokens, engram_in_step)
 
+    @classmethod
+    def for_training(
+        cls, config: ModelConfig, policy: RoundingPolicy, remat: str = "choices", parallel: Parallel = SINGLE
+    ) -> Settings:
+        """Float weights and caches, rounded as the policy says; gradients pass every rounding straight through."""
+        page_tokens = cls.default(config).page_tokens
+        return cls(config, policy, False, page_tokens, simulated=True, remat=remat, parallel=parallel)
+
     @functools.cached_property
     def whole(self) -> Settings:
         """The same on one device: what checkpoints and declarations of whole parameters go by."""
@@ -98,7 +116,7 @@ class Settings:
 
     @functools.cached_property
     def formats(self) -> Formats:
-        return Formats.of(self.policy, self.dtype)
+        return Formats.of(self.policy, self.dtype, self.simulated)
 
     def page_entries(self, ratio: int) -> int:
         """Global entries that one page holds for a source of this compression ratio."""

@@ -63,6 +63,11 @@ def _straight_through_jvp(primals, tangents):
     return primals[1], tangents[0]
 
 
+def straight_through_to(x: jax.Array, value: jax.Array) -> jax.Array:
+    """``value``, of which ``x`` gets all the gradient."""
+    return _straight_through(x, value)
+
+
 def rounded(fmt: Format, x: jax.Array) -> jax.Array:
     """``fmt.round(x)`` whose derivative is the identity: the cast to a small float would round gradients too."""
     return _straight_through(x, fmt.round(x))

@@ -249,8 +249,9 @@ def test_straight_through_rounds_the_value_and_keeps_the_gradient(fmt):
 
 
 def test_each_switch_of_the_policy_is_one_format():
-    fields = [field.name for field in dataclasses.fields(RoundingPolicy)]
-    assert fields == [field.name for field in dataclasses.fields(Formats)]
+    fields = [field.name for field in dataclasses.fields(Formats)]
+    weights = ["expert_weights", "dense_weights"]
+    assert [*fields, *weights] == [field.name for field in dataclasses.fields(RoundingPolicy)]
     rounded = {
         "main_kv": FP4_E4M3, "index_keys": FP4_E8M0, "index_queries": FP4_E8M0, "window": FP8_E8M0,
         "activations": FP8_E8M0,
@@ -265,11 +266,11 @@ def test_each_switch_of_the_policy_is_one_format():
 
 
 def test_the_policy_of_a_config():
-    """The caches' roundings have one switch; activations are rounded where the checkpoint is quantised."""
+    """The caches' roundings have one switch; weights and activations are rounded where the checkpoint is quantised."""
     for config, quantised in ((OFFICIAL, True), (mini8_config(), False)):
         for cache in (True, False):
             policy = RoundingPolicy.for_config(config, cache)
-            assert policy == RoundingPolicy(cache, cache, cache, cache, activations=quantised)
+            assert policy == RoundingPolicy(cache, cache, cache, cache, quantised, quantised, quantised)
 
 
 def test_a_rounding_to_bfloat16_survives_compilation():

@@ -8,19 +8,23 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax import lax
 
 from dsv41.layer_table import LayerKind, Mode
 from dsv41.layers.compressor import Compressor
+from dsv41.layers.distillation import IndexScores, attention_mass, index_divergence
 from dsv41.layers.flow import Flow, LayerInputs, RotaryTable, Step
 from dsv41.layers.indexer import Indexer
-from dsv41.layers.linear import Linear, RMSNorm, declare, declare_matrix
+from dsv41.layers.linear import Linear, RMSNorm, declare, declare_matrix, rounded_matrix
 from dsv41.numerics.rotary import rotate
 from dsv41.settings import Settings
 from dsv41.sharding import context
 from dsv41.state.memory import source_view
 from dsv41.state.tail import Projections
 from pallas_kernels.block_linear import block_linear
-from pallas_kernels.formats import DenseFormat, Packed
+from pallas_kernels.formats import DenseFormat, Format, Packed
+from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.sparse_attention.partial import SINK_MARGIN
 
 
 class AttentionOutput(NamedTuple):
@@ -49,7 +53,8 @@ class GroupedOutput(nn.Module):
         x = rearrange(heads, "b s h d -> b s (h d)")
         unrounded = DenseFormat(x.dtype.name)
         groups = self.settings.parallel.part("o_groups", self.settings.text.o_groups)
-        return block_linear(x, self.weight, self.scale, activation_fmt=unrounded, groups=groups)
+        weight = rounded_matrix(self.settings, self.weight, self.scale)
+        return block_linear(x, weight, self.scale, activation_fmt=unrounded, groups=groups)
 
 
 class Attention(nn.Module):
@@ -105,15 +110,15 @@ class Attention(nn.Module):
         queries, low_rank = self.queries(x, rope)
         entries = self.window_entries(x, rope)
 
+        scores = None
         if self.kind.selects:
-            flow = self.indexer.select(x, low_rank, flow, inputs, step)
+            flow, scores = self.indexer.select(x, low_rank, flow, inputs, step)
         pool, page_table, chosen = None, None, None
         if self.kind.mode is not Mode.WINDOW:
             pool, page_table = source_view(flow.memory[self.kind.ratio].main, step.read_table, inputs.source_slot)
             chosen = flow.selection
 
-        heads = context.attend(
-            self.settings.parallel,
+        arguments = (
             queries,
             step.local_entries(inputs.ring, entries),
             formats.window,
@@ -124,11 +129,23 @@ class Attention(nn.Module):
             chosen,
             self.attn_sink,
             step.rotation,
-            window=text.sliding_window,
-            scale=text.head_dim**-0.5,
-            probability_dtype=self.settings.dtype,
+            step.reach,
         )
+        static = {"window": text.sliding_window, "scale": text.head_dim**-0.5, "probability_dtype": self.settings.dtype}
+        heads = context.attend(self.settings.parallel, *arguments, **static)
+        if scores is not None and self.is_mutable_collection("divergence"):
+            self.sow("divergence", "total", self._divergence(scores, arguments, static))
         return flow, AttentionOutput(self.output(heads, rope), entries)
+
+    def _divergence(self, scores: IndexScores, arguments: tuple, static: dict) -> jax.Array:
+        """Σ over queries of how far the index scores are from where the heads look (rows that lie on one device)."""
+        detached = [x if isinstance(x, Format) else lax.stop_gradient(x) for x in arguments]
+        queries, _, _, _, pool, fmt, page_table, chosen, sink, *_ = detached
+        part = sparse_attention(*detached, **static, return_partial=True)
+        top = jnp.maximum(part.top, sink - SINK_MARGIN)
+        log_sum = top + jnp.log(part.total * jnp.exp(part.top - top) + jnp.exp(sink - top))
+        mass = attention_mass(queries, pool, fmt, page_table, chosen, log_sum, static["scale"])
+        return index_divergence(scores, chosen, self.settings.parallel.sum(mass, "heads"))
 
     def queries(self, x: jax.Array, rope: RotaryTable) -> tuple[jax.Array, jax.Array]:
         """Rotated queries ``[batch, query, heads, head_dim]`` of ``[batch, query, d]``, and their low-rank form.

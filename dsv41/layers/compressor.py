@@ -60,7 +60,7 @@ class Compressor(nn.Module):
             pooled = jnp.sum(nn.softmax(members.gate, axis=2) * members.kv, axis=2)
             latents = self.norm(narrow(pooled, x.dtype))
         number = first[:, None] + jnp.arange(latents.shape[1], dtype=jnp.int32)
-        rope = rotary_table(number * self.ratio, csa_frequencies(self.settings.text))
+        rope = rotary_table(step.group_positions(number, self.ratio), csa_frequencies(self.settings.text))
         return Groups(latents, first, rope, projections)
 
     def append(

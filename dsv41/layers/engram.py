@@ -16,6 +16,7 @@ from einops import rearrange
 from jax import lax
 
 from dsv41.layers.linear import Linear, declare
+from dsv41.numerics.rounding import straight_through
 from dsv41.settings import Settings
 from pallas_kernels.formats import FP8_E8M0, Packed
 from pallas_kernels.products import narrow
@@ -78,7 +79,11 @@ class Engram(nn.Module):
     def __call__(self, rows: Packed) -> EngramInputs:
         """Projects table rows, leaves ``[batch, query, columns, width']``: FP8 with scales, or floats without."""
         text, dtype = self.settings.text, self.settings.dtype
-        values = rows.payload.astype(dtype) if rows.scales is None else FP8_E8M0.decode(rows, dtype)
+        if rows.scales is not None:
+            values = FP8_E8M0.decode(rows, dtype)
+        else:
+            values = rows.payload.astype(dtype)
+            values = straight_through(FP8_E8M0, values) if self.settings.policy.dense_weights else values
         projected = self.wkv(rearrange(values, "b s columns width -> b s (columns width)"))
         keys, value = jnp.split(projected, [text.hc_mult * text.hidden_size], axis=-1)
         keys = rearrange(keys, "b s (c d) -> b s c d", c=text.hc_mult)

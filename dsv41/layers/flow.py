@@ -93,7 +93,8 @@ class Step:
     Attributes:
       start: int32 ``[batch]``, position of the first token of each row.
       count: int32 ``[batch]``, live tokens of each row; the rest of the row is padding.
-      positions: int32 ``[batch, query]``.
+      columns: int32 ``[batch, query]``, places of the tokens in their rows' memory.
+      positions: int32 ``[batch, query]``, places in their texts: the same, but for rows of several texts.
       valid: bool ``[batch, query]``.
       write_from: int32 ``[batch]``; groups that begin below it are in the memory already (a replayed prefix).
       page_table: int32 ``[batch, table_pages]``, pages of this device's part, to append to.
@@ -104,6 +105,8 @@ class Step:
         Position p stands in column p mod (W + query), so that sums over the window round alike wherever in the step a
         token stands. None in a long step, whose columns are in order.
       is_image: bool ``[batch, query]``, positions of image spans.
+      documents: int32 ``[batch, query]``, columns at which the tokens' texts begin; None in rows of one text.
+      reach: int32 ``[batch, query]``, how many window entries each token sees; None: all.
       rope_window, rope_csa: rotary tables of the positions, ``[batch, query, R/2]`` each.
       tails: compressor tails before the step.
       engram: keys and values of all Engram layers, stacked; None without Engram.
@@ -112,6 +115,7 @@ class Step:
 
     start: jax.Array
     count: jax.Array
+    columns: jax.Array
     positions: jax.Array
     valid: jax.Array
     write_from: jax.Array
@@ -125,6 +129,25 @@ class Step:
     tails: Tails
     engram: EngramInputs | None
     forced: ForcedSelection | None = None
+    documents: jax.Array | None = None
+    reach: jax.Array | None = None
+
+    def visible(self, ratio: int) -> tuple[jax.Array, jax.Array | None]:
+        """The entries of a source of this ratio that each token may choose: from the second up to below the first.
+
+        Returns:
+          int32 ``[batch, query]`` each; the second is None where all that are visible begin with entry 0.
+        """
+        below = jnp.where(self.valid, (self.columns + 1) // ratio, 0)
+        return below, None if self.documents is None else jnp.maximum(self.documents, 0) // ratio
+
+    def group_positions(self, groups: jax.Array, ratio: int) -> jax.Array:
+        """Positions of the first tokens of compression groups int32 ``[batch, groups]``, numbered along their rows."""
+        first = groups * ratio
+        if self.documents is None:
+            return first
+        at = jnp.minimum(first - self.start[:, None], self.documents.shape[1] - 1)
+        return first - jnp.take_along_axis(self.documents, at, axis=1)
 
     def local_entries(self, ring: Packed, new: Packed) -> Packed:
         """The window entries that the step's tokens see: ``ring`` of a layer with the step's ``new`` ones."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv41.numerics.rounding import straight_through_blocks
 from dsv41.settings import Settings
 from pallas_kernels.block_linear import block_linear
 from pallas_kernels.formats import DenseFormat
@@ -47,7 +48,8 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., in]`` to ``[..., out]`` in x's dtype, accumulated in float32 (model.md, 'Numbers')."""
         rounding = self.settings.formats.activations if self.quantised else DenseFormat(x.dtype.name)
-        return block_linear(x, self.weight, self.scale, activation_fmt=rounding)
+        weight = rounded_matrix(self.settings, self.weight, self.scale) if self.quantised else self.weight
+        return block_linear(x, weight, self.scale, activation_fmt=rounding)
 
 
 def declare_matrix(
@@ -59,6 +61,11 @@ def declare_matrix(
         weight = declare(module, "weight", shape, jnp.float8_e4m3fn, axes)
         return weight, declare(module, "scale", (shape[0] // rows, shape[1] // columns), jnp.uint8, axes)
     return declare(module, "weight", shape, settings.dtype, axes), None
+
+
+def rounded_matrix(settings: Settings, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """A quantised linear's matrix as it multiplies: rounded here where it is kept as floats."""
+    return straight_through_blocks(weight) if scale is None and settings.policy.dense_weights else weight
 
 
 class WideLinear(nn.Module):

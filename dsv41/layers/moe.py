@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from dsv41.layers.linear import Linear, declare
+from dsv41.numerics.rounding import straight_through
 from dsv41.settings import Settings
 from dsv41.sharding.experts import over_experts
 from pallas_kernels.expert_matmul import ExpertWeights, expert_matmul
 from pallas_kernels.formats import FP4_E8M0, Format
-from pallas_kernels.products import narrow
-from pallas_kernels.router import route
+from pallas_kernels.products import narrow, wide_linear
+from pallas_kernels.router import expert_scores, route
 
 
 class Routing(NamedTuple):
@@ -57,7 +58,11 @@ class Router(nn.Module):
             k=self.chosen,
             scale=self.settings.text.routed_scaling_factor,
         )
-        return Routing(*(c.reshape(*x.shape[:2], -1) for c in chosen))
+        routing = Routing(*(c.reshape(*x.shape[:2], -1) for c in chosen))
+        if self.is_mutable_collection("statistics"):
+            self.sow("statistics", "scores", expert_scores(wide_linear(x, self.weight)))
+            self.sow("statistics", "experts", routing.experts)
+        return routing
 
 
 class ExpertMatrix(nn.Module):
@@ -80,6 +85,8 @@ class ExpertMatrix(nn.Module):
             self.scale = None
 
     def __call__(self) -> ExpertWeights:
+        if self.scale is None and self.settings.policy.expert_weights:
+            return ExpertWeights(straight_through(FP4_E8M0, self.weight), None)
         return ExpertWeights(self.weight, self.scale)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ from dsv41.layers.flow import Flow, LayerInputs, LayerOutputs, Step
 from dsv41.layers.moe import ExpertMatrices
 from dsv41.settings import Settings
 from dsv41.state.tail import Tails
+from pallas_kernels.choice import CHOICE
 from pallas_kernels.formats import Packed
 
 
@@ -25,13 +27,30 @@ class StackOutputs(NamedTuple):
     projections: Tails
 
 
+def _kept(names: str) -> Callable:
+    """What :data:`dsv41.settings.REMAT` calls the policy of this name."""
+    choices = jax.checkpoint_policies.save_only_these_names(CHOICE)
+    if names == "choices":
+        return choices
+    products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint_policies.save_from_both_policies(choices, products)
+
+
+def _block(settings: Settings, length: int) -> type[nn.Module]:
+    """A loop of layers; each keeps for the backward pass what the settings say."""
+    if settings.remat == "nothing":
+        return _loop(Block, length)
+    # Inside a loop nothing can be shared between a pass and its recomputation, so nothing need be kept apart.
+    return _loop(nn.remat(Block, policy=_kept(settings.remat), prevent_cse=length == 1), length)
+
+
 def _loop(module: type[nn.Module], length: int) -> type[nn.Module]:
     """The module, or a loop of ``length`` of it with parameters stacked on a leading axis."""
     if length == 1:
         return module
     return nn.scan(
         module,
-        variable_axes={"params": 0, "intermediates": 0},
+        variable_axes={"params": 0, "intermediates": 0, "statistics": 0, "divergence": 0},
         split_rngs={"params": True},
         in_axes=(0, nn.broadcast, nn.broadcast),
         length=length,
@@ -55,7 +74,7 @@ class GroupBlock(nn.Module):
 
     def setup(self):
         self.runs = [
-            _loop(Block, run.count)(self.settings, run.kind, has_engram, has_tap, self.appends)
+            _block(self.settings, run.count)(self.settings, run.kind, has_engram, has_tap, self.appends)
             for run, (has_engram, has_tap) in zip(self.runs_plan, self.flags, strict=True)
         ]
 

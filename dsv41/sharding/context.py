@@ -170,6 +170,7 @@ def select(
     visible: jax.Array,
     top_k: int,
     blocks: BlockSelection | None = None,
+    first: jax.Array | None = None,
 ) -> Selection:
     """The best entries of whole requests, and the best blocks, on every shard.
 
@@ -185,10 +186,11 @@ def select(
     """
     share = context_share(parallel)
     if share is None:
-        return index_select(queries, weights, pool, fmt, page_table, visible, top_k, blocks)
+        return index_select(queries, weights, pool, fmt, page_table, visible, top_k, blocks, first)
     entries = pool.payload.shape[1]
     held = share.visible(visible, entries)
-    own = index_select(queries, weights, pool, fmt, page_table, held, top_k, blocks)
+    begin = None if first is None else share.visible(first, entries)
+    own = index_select(queries, weights, pool, fmt, page_table, held, top_k, blocks, begin)
     chosen = _best_of_all(parallel, share.whole(own.indices, entries), own.scores, top_k)
     if blocks is None:
         return Selection(*chosen)
@@ -242,6 +244,7 @@ def reselect(
     block_ids: jax.Array,
     block_size: int,
     top_k: int,
+    first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The best entries inside candidate blocks of whole requests, on every shard.
 
@@ -257,11 +260,12 @@ def reselect(
     """
     share = context_share(parallel)
     if share is None:
-        return index_reselect(queries, weights, pool, fmt, page_table, visible, block_ids, block_size, top_k)
+        return index_reselect(queries, weights, pool, fmt, page_table, visible, block_ids, block_size, top_k, first)
     entries = pool.payload.shape[1]
     held = share.held(block_ids, page_blocks(entries, block_size))
     shown = share.visible(visible, entries)
-    own, scores = index_reselect(queries, weights, pool, fmt, page_table, shown, held, block_size, top_k)
+    begin = None if first is None else share.visible(first, entries)
+    own, scores = index_reselect(queries, weights, pool, fmt, page_table, shown, held, block_size, top_k, begin)
     return _best_of_all(parallel, share.whole(own, entries), scores, top_k)
 
 
@@ -277,6 +281,7 @@ def attend(
     indices: jax.Array | None,
     sink: jax.Array,
     rotation: jax.Array | None = None,
+    reach: jax.Array | None = None,
     **static: Any,
 ) -> jax.Array:
     """Attention to the window and to chosen entries of whole requests, on every shard.
@@ -292,7 +297,7 @@ def attend(
     share = context_share(parallel) if pool is not None else None
     if share is None:
         return sparse_attention(
-            queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation, **static
+            queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation, reach, **static
         )
     partial = sparse_attention(
         queries,
@@ -306,6 +311,7 @@ def attend(
         share.held(indices, pool.payload.shape[1]),
         sink,
         rotation,
+        reach,
         **static,
         return_partial=True,
     )

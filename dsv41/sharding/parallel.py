@@ -8,11 +8,13 @@ device, every method returns its argument: there is one implementation of a laye
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -117,20 +119,41 @@ class Parallel:
         local = asked - self.index(logical) * table.shape[0]
         own = (local >= 0) & (local < table.shape[0])
         found = table[jnp.where(own, local, 0)]
-        # Summed as integers, of which all but one are zero: a sum of floats would lose −0 and the bits of NaN.
-        bits = found if found.dtype == jnp.uint8 else lax.bitcast_convert_type(found, _unsigned(found.dtype))
-        bits = jnp.where(jnp.expand_dims(own, tuple(range(own.ndim, bits.ndim))), bits, 0)
         scattered = () if spread is None else self.places(spread)
-        if scattered:
-            bits = lax.psum_scatter(bits, scattered, scatter_dimension=0, tiled=True)
         rest = tuple(axis for axis in places if axis not in scattered)
-        bits = lax.psum(bits, rest) if rest else bits
-        return bits if found.dtype == jnp.uint8 else lax.bitcast_convert_type(bits, found.dtype)
+        return _sum_rows(scattered, rest, found, jnp.expand_dims(own, tuple(range(own.ndim, found.ndim))))
 
     def gather(self, x: jax.Array, logical: str, axis: int) -> jax.Array:
         """The parts of an array along ``axis``, joined in order, on each of them."""
         places = self.places(logical)
         return lax.all_gather(x, places, axis=axis % x.ndim, tiled=True) if places else x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _sum_rows(scattered: tuple[str, ...], rest: tuple[str, ...], found: jax.Array, own: jax.Array) -> jax.Array:
+    """Rows ``[batch, ...]`` of which each device has its own, joined to the bit; in parts along ``scattered``.
+
+    Summed as integers, of which all but one are zero: a sum of floats would lose −0 and the bits of NaN. The derivative
+    is that of the sum of floats.
+    """
+    bits = found if found.dtype == jnp.uint8 else lax.bitcast_convert_type(found, _unsigned(found.dtype))
+    bits = _over(scattered, rest, jnp.where(own, bits, 0))
+    return bits if found.dtype == jnp.uint8 else lax.bitcast_convert_type(bits, found.dtype)
+
+
+@_sum_rows.defjvp
+def _sum_rows_jvp(scattered, rest, primals, tangents):
+    found, own = primals
+    out = _sum_rows(scattered, rest, found, own)
+    if tangents[0].dtype == jax.dtypes.float0:
+        return out, np.zeros(out.shape, jax.dtypes.float0)
+    return out, _over(scattered, rest, jnp.where(own, tangents[0], 0))
+
+
+def _over(scattered: tuple[str, ...], rest: tuple[str, ...], x: jax.Array) -> jax.Array:
+    if scattered:
+        x = lax.psum_scatter(x, scattered, scatter_dimension=0, tiled=True)
+    return lax.psum(x, rest) if rest else x
 
 
 def _unsigned(dtype: jnp.dtype) -> jnp.dtype:

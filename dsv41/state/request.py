@@ -55,6 +55,8 @@ class Segment:
       is_image: bool ``[batch, query]``.
       lookback: int32 ``[batch, query, max n-gram]``, compressed ids of the position and those before it.
       start, count: int32 ``[batch]``; row i of request b is position start[b] + i, live while i < count[b].
+      documents: see :class:`~dsv41.model.TokenBatch`.
+      reach: int32 ``[batch, query]``, how many window entries each position sees, the newest ones; None: all.
     """
 
     streams: jax.Array
@@ -63,6 +65,8 @@ class Segment:
     lookback: jax.Array
     start: jax.Array
     count: jax.Array
+    documents: jax.Array | None = None
+    reach: jax.Array | None = None
 
 
 @struct.dataclass

