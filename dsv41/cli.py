@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("inspect", "plan", "aot", "generate", "verify", "eval", "bench")
+COMMANDS = ("inspect", "plan", "aot", "generate", "verify", "eval", "bench", "train", "curves")
 """Modules of :mod:`dsv41.commands`. They import what is heavy in ``run``, so that ``--help`` is instant."""
 
 
@@ -51,10 +51,13 @@ def _is_user_error(error: Exception) -> bool:
     from dsv41.pictures.files import PictureError
     from dsv41.sharding.rules import MeshError
     from dsv41.tokens.chat import ChatError
+    from dsv41.tokens.tokenizer import TokenizerError
+    from dsv41.training.config import TrainConfigError
+    from dsv41.training.corpora import DataError
     from dsv41.verification.golden import GoldenError
 
-    own = (CheckpointError, ChatError, ConfigError, GoldenError, MeshError, OptionError, PictureError, RequestError)
-    return isinstance(error, (*own, OSError))
+    own = (CheckpointError, ChatError, ConfigError, DataError, GoldenError, MeshError, OptionError, PictureError)
+    return isinstance(error, (*own, RequestError, TokenizerError, TrainConfigError, OSError))
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         options.check_speculation(config)
     except ValueError as error:
         raise OptionError(f"--{error}") from None
-    tokenizer = model_tokenizer(config)
+    tokenizer = model_tokenizer(config, args.checkpoint)
     defaults = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_p", "seed", "stop")}
     if args.prompts is not None:
         chat = ChatFormats(config, tokenizer)

@@ -188,7 +188,7 @@ def _source(model: Model, directory: pathlib.Path | None) -> TensorSource:
 def _variables(model: Model, directory: pathlib.Path | None) -> Variables:
     config = model.settings.config
     if _has_tensors(directory):
-        return checkpoint_variables(model, directory, model_tokenizer(config))
+        return checkpoint_variables(model, directory, model_tokenizer(config, directory))
     return random_variables(model, 0, model_tokenizer(config))
 
 

@@ -19,6 +19,7 @@ from dsv41.config import ModelConfig, load_config
 from dsv41.engram.feed import EngramFeed
 from dsv41.engram.loading import Tables, open_tables
 from dsv41.engram.prefetch import Lookups
+from dsv41.inference.calibration import read_calibration
 from dsv41.inference.measurements import AcceptanceStatistics
 from dsv41.inference.options import DEFAULT_OPTIONS, EngineOptions
 from dsv41.inference.progress import Progress
@@ -107,7 +108,7 @@ class Engine:
 
         Raises:
           MeshError: the model or the options do not fit the mesh.
-          ConfigError, CheckpointError: the checkpoint cannot be run; the message names field or tensor.
+          ConfigError, CheckpointError: the checkpoint cannot be run; the message names field, tensor or file.
           ValueError: an option does not fit the model.
         """
         directory = pathlib.Path(directory)
@@ -118,11 +119,14 @@ class Engine:
         settings = Settings.default(config, packed_weights=packed_weights, engram_in_step=in_step)
         settings = dataclasses.replace(settings, parallel=parallel)
         check_mesh(settings, options)
-        model, tokenizer, reader = Model(settings), model_tokenizer(config), CheckpointReader(directory)
+        model, tokenizer, reader = Model(settings), model_tokenizer(config, directory), CheckpointReader(directory)
         tables = None if in_step else open_tables(options.engram, reader, config, jax.local_devices()[0])
         variables = checkpoint_variables(model, directory, tokenizer, progress)
         pictures = functools.partial(Pictures, model.settings.whole, reader)
         drafter = _load_drafter(model, options, reader, progress)
+        if drafter is not None:
+            temperature = read_calibration(directory, config.text.dspark_block_size)
+            drafter = dataclasses.replace(drafter, temperature=temperature)
         return cls(model, variables, tokenizer, options, pictures, drafter, tables)
 
     @classmethod
@@ -282,8 +286,10 @@ class Engine:
             rule, widths = Rule.REJECTION, step_widths(block) if depth == "auto" else (1 + depth,)
         scheduler = self._schedulers.get(batch)
         if scheduler is None:
-            auto = depth == "auto"
-            scheduler = ThroughputScheduler(block, widths) if auto else FixedDepth(depth, block, widths)
+            if depth == "auto":
+                scheduler = ThroughputScheduler(block, widths, temperature=self._drafter.temperature)
+            else:
+                scheduler = FixedDepth(depth, block, widths)
             self._schedulers[batch] = scheduler
         return Speculation(self.model, self.variables, batch, rule, scheduler, widths, self._drafter, engram)
 

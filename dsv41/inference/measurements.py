@@ -74,18 +74,26 @@ class AcceptanceStatistics:
         return self.accepted.sum() / self.steps if self.steps else math.nan
 
 
+LARGEST_TEMPERATURE = 16.0
+"""Of confidences, whose temperatures stay between its inverse and it."""
+
+
 class Calibration:
     """Turns confidence logits into probabilities of acceptance: σ(logit / temperature), a temperature per position.
 
     The logarithms of the temperatures follow the outcomes by stochastic Newton steps on the cross-entropy: gradient
-    over accumulated curvature, whose slow decay lets them follow a drift. They start at temperature 1, weighted as
-    some observations, and stay within 1/16 to 16.
+    over accumulated curvature, whose slow decay lets them follow a drift. What they start at is weighted as some
+    observations, and they stay within 1/16 to 16.
+
+    Args:
+      block: positions.
+      temperature: what each starts at, within these bounds; None: 1.
     """
 
-    _START_CURVATURE, _MEMORY, _LARGEST_STEP, _BOUND = 4.0, 0.999, 0.25, math.log(16)
+    _START_CURVATURE, _MEMORY, _LARGEST_STEP, _BOUND = 4.0, 0.999, 0.25, math.log(LARGEST_TEMPERATURE)
 
-    def __init__(self, block: int) -> None:
-        self._log_temperature = np.zeros(block)
+    def __init__(self, block: int, temperature: Sequence[float] | None = None) -> None:
+        self._log_temperature = np.zeros(block) if temperature is None else np.log(np.asarray(temperature, np.float64))
         self._curvature = np.full(block, self._START_CURVATURE)
 
     @property

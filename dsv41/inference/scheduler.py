@@ -119,6 +119,7 @@ class ThroughputScheduler:
       widths: compiled widths of the verify step, pending token included; the smallest serves plain rounds.
       trial_rounds: drafting rounds that verify everything, and those that are judged before drafting is given up.
       plain_rounds: plain rounds between trials.
+      temperature: of the confidences at each position of the block, at first; None: 1.
 
     Raises:
       ValueError: no widths, or not all are positive and rising.
@@ -126,11 +127,19 @@ class ThroughputScheduler:
 
     _MEMORY = 0.95  # of what drafting rounds committed: about the last 20
 
-    def __init__(self, block: int, widths: Sequence[int], *, trial_rounds: int = 8, plain_rounds: int = 128) -> None:
+    def __init__(
+        self,
+        block: int,
+        widths: Sequence[int],
+        *,
+        trial_rounds: int = 8,
+        plain_rounds: int = 128,
+        temperature: Sequence[float] | None = None,
+    ) -> None:
         self._widths, self._block = _checked_widths(widths), block
         self._trial_rounds, self._plain_rounds = trial_rounds, plain_rounds
         self.statistics = AcceptanceStatistics(block)
-        self.calibration, self.curve = Calibration(block), ThroughputCurve()
+        self.calibration, self.curve = Calibration(block, temperature), ThroughputCurve()
         self._plain_left = 0
         self._begin_trial()
 

@@ -32,10 +32,15 @@ from dsv41.steps.verify import verify_step
 
 @dataclasses.dataclass(frozen=True)
 class LoadedDrafter:
-    """A drafter and its weights."""
+    """A drafter and its weights.
+
+    Attributes:
+      temperature: of its confidences at each position of a block (:mod:`dsv41.inference.calibration`); None: not known.
+    """
 
     drafter: Drafter
     variables: Variables
+    temperature: tuple[float, ...] | None = None
 
 
 def step_widths(block: int) -> tuple[int, ...]:

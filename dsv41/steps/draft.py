@@ -74,6 +74,13 @@ def clear_drafter(drafter: Drafter, ring: Ring, cleared: jax.Array) -> Ring:
     return ring.replace(positions=jnp.where(cleared[:, None], -1, ring.positions))
 
 
+def block_embeddings(model: Model, variables: Variables, first: jax.Array) -> jax.Array:
+    """What a draft passes through the drafter, ``[batch, block, d]``: first tokens int32 ``[batch]``, then noise."""
+    text = model.settings.text
+    noise = jnp.full((first.shape[0], text.dspark_block_size - 1), text.dspark_noise_token_id, jnp.int32)
+    return model.apply(variables, jnp.concatenate([first[:, None], noise], axis=1), method="embed_tokens")
+
+
 def draft_block(
     model: Model, drafter: Drafter, variables: Variables, drafter_variables: Variables, ring: Ring, start, first
 ) -> tuple[jax.Array, jax.Array]:
@@ -88,10 +95,7 @@ def draft_block(
       hidden values ``[batch, block, d]``, and the logits ``[batch, block, vocab]`` of each next token before the
       Markov head has its say.
     """
-    text = model.settings.text
-    noise = jnp.full((first.shape[0], text.dspark_block_size - 1), text.dspark_noise_token_id, jnp.int32)
-    tokens = jnp.concatenate([first[:, None], noise], axis=1)
-    x = model.apply(variables, tokens, method="embed_tokens")
+    x = block_embeddings(model, variables, first)
     hidden = drafter.apply(drafter_variables, x, ring, start, method="hidden")
     normed = drafter.apply(drafter_variables, hidden, method="norm")
     return hidden, model.apply(variables, normed, method="logits")

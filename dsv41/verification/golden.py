@@ -63,7 +63,7 @@ class Golden:
     @functools.cached_property
     def token_map(self) -> np.ndarray:
         """Token ids to compressed ids, int32 ``[vocab]``; lies beside the checkpoint or one directory above."""
-        return checkpoint_token_map(self.config, self.directory, model_tokenizer(self.config))
+        return checkpoint_token_map(self.config, self.directory, model_tokenizer(self.config, self.directory))
 
     @functools.cache  # noqa: B019 - a golden lives as long as the process that compares it
     def tensors(self, name: str) -> dict[str, np.ndarray]:

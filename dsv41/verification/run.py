@@ -8,10 +8,13 @@ import jax
 
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
+from dsv41.numerics.rounding import RoundingPolicy
 from dsv41.settings import Settings
+from dsv41.verification.drafts_gradient import compare_draft_gradients
 from dsv41.verification.dspark import Drafting, compare_anchors, compare_drafts, compare_rings, compare_rounded_anchors
 from dsv41.verification.end_to_end import compare_all, compare_case, run_case
 from dsv41.verification.golden import Golden
+from dsv41.verification.gradients import compare_gradients
 from dsv41.verification.layerwise import compare_layers
 from dsv41.verification.limits import REPLAY_ROUNDED, STRICT, Limits, rounded_limits
 from dsv41.verification.replay import compare_replay
@@ -20,10 +23,6 @@ from dsv41.verification.vision import compare_pictures
 
 PAGE_TOKENS = 8
 """Small pages, so that the short goldens spread over many."""
-
-NOT_BUILT = {
-    "expected_grad": "gradients of the training forward are not built yet",
-}
 
 
 def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
@@ -90,10 +89,19 @@ def verify(golden: Golden, progress: Callable[[str], None] = lambda _: None) -> 
             rows += compare_anchors("teacher-forced drafts", golden, drafting(False), smooth)
             limits = rounded_limits(golden.config)
             rows += compare_rounded_anchors("teacher-forced drafts", golden, drafting(True), limits)
-    known = {"expected", "expected_noquant", "expected_replay", "expected_dspark"}
+        if golden.has("expected_grad"):
+            progress("gradients")
+            plain = Model(Settings.for_training(golden.config, RoundingPolicy.preset("off")))
+            weights = golden.variables(plain)
+            rows += compare_gradients(golden, weights)
+            if golden.has("expected_dspark"):
+                progress("drafter's gradients")
+                params = golden.drafter_variables(Drafter(plain.settings))["params"]
+                rows += compare_draft_gradients(golden, weights, params, "off")
+    known = {"expected", "expected_noquant", "expected_replay", "expected_dspark", "expected_grad"}
     for name in golden.sets:
         if name not in known:
-            rows.append(skipped(name, "all tensors", NOT_BUILT.get(name, "no comparison is known for this set")))
+            rows.append(skipped(name, "all tensors", "no comparison is known for this set"))
     return rows
 
 

@@ -1,0 +1,1 @@
+"""Training: texts to batches, the losses and the step, the optimizers, the loop around them."""
