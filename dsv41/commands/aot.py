@@ -13,9 +13,12 @@ from dsv41.commands.options import OptionError, positive, write_file
 
 if TYPE_CHECKING:
     from dsv41.planning.compiled import Compiled
-    from dsv41.planning.plan import Plan
+    from dsv41.planning.ledger import Work
+    from dsv41.sharding.chips import Chip
+    from dsv41.sharding.mesh import MeshPreset
 
-_CONTEXT, _CHUNK = 65536, 1024
+_CONTEXT, _CHUNK, _ROW = 65536, 1024, 4096
+_INFERENCE, _TRAIN = ("decode", "verify", "draft", "prefill", "replay"), "train"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -23,7 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "aot",
         help="compile a step for a TPU pod that is not there",
         description="Compiles a step of a model for a TPU topology, from shapes alone (needs the libtpu package), and "
-        "reports memory, collectives and the least step time of each device. Exit code 1: it does not fit.",
+        "reports memory, collectives and the least step time of each device. Exit code 1: it does not fit. The step "
+        "train is forward and backward pass and update, with every rounding of the checkpoint.",
     )
     parser.add_argument(
         "config", type=pathlib.Path, metavar="CONFIG", help="config.json or the directory that holds it"
@@ -32,13 +36,22 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--mesh", metavar="PRESET", help="preset or JSON file; default: the preset that is for this topology"
     )
+    parser.add_argument("--step", choices=(*_INFERENCE, _TRAIN), default="decode", help="default: decode")
+    parser.add_argument("--batch", type=positive, metavar="N", help="requests or rows on the mesh; default: the fewest")
     parser.add_argument(
-        "--step", choices=("decode", "verify", "draft", "prefill", "replay"), default="decode", help="default: decode"
+        "--context",
+        type=positive,
+        metavar="N",
+        help=f"tokens of each request; default: {_CONTEXT}; of each row of train: {_ROW}",
     )
-    parser.add_argument("--batch", type=positive, metavar="N", help="requests on the mesh; default: the fewest")
-    parser.add_argument("--context", type=positive, metavar="N", help=f"tokens of each request; default: {_CONTEXT}")
     parser.add_argument("--chunk", type=positive, metavar="N", help=f"tokens of a prefill chunk; default: {_CHUNK}")
     parser.add_argument("--drafts", type=positive, metavar="K", help="drafts to verify; default: the drafter's block")
+    training = parser.add_argument_group("train")
+    training.add_argument(
+        "--remat", choices=("nothing", "choices", "products"), help="what a backward pass keeps; default: choices"
+    )
+    training.add_argument("--momentum-dtype", choices=("float32", "bfloat16"), help="default: float32")
+    training.add_argument("--micro-batches", type=positive, metavar="N", help="batches of a step; default: 1")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything to this file")
     parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="also write the serialised executable")
 
@@ -46,31 +59,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     # Nothing here runs on an accelerator, and a process that asks for one would wait for it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from dsv41.config import load_config
-    from dsv41.planning.compiled import compile_step, topology_devices
-    from dsv41.planning.plan import PlanError, make_plan
-    from dsv41.settings import Settings
-    from dsv41.sharding.chips import chip_of
-    from dsv41.sharding.mesh import load_preset, preset_for
-
-    settings = Settings.default(load_config(args.config))
-    text, chip = settings.text, chip_of(args.topology)
-    preset = load_preset(args.mesh) if args.mesh else preset_for(args.topology)
-    context = args.context or min(_CONTEXT, text.max_position_embeddings)
-    chunk, drafts = args.chunk or min(_CHUNK, context), args.drafts or text.dspark_block_size
-    batch = args.batch or preset.sizes.parts("batch")
-    if args.step == "draft" and not text.num_nextn_predict_layers:
-        raise OptionError("--step draft: the model has no drafter (num_nextn_predict_layers 0)")
-    plan = None
-    if args.step != "draft":
-        try:
-            plan = make_plan(settings, preset, chip, args.step, batch, context, chunk, drafts)
-        except PlanError as error:
-            raise OptionError(f"--{error}") from error
-    devices = topology_devices(args.topology)
-    say = lambda message: print(f"aot: {message} …", file=sys.stderr, flush=True)  # noqa: E731
-    compiled = compile_step(settings, preset, devices, args.step, batch, context, chunk, drafts, say)
-    record = _record(args, preset, batch, context, compiled, plan)
+    _refuse_others(args)
+    compiled, record = _training(args) if args.step == _TRAIN else _inference(args)
     _print(record)
     if args.json is not None:
         write_file(args.json, (json.dumps(record, indent=1) + "\n").encode())
@@ -83,8 +73,95 @@ def run(args: argparse.Namespace) -> int:
     return 0 if record["fits"] else 1
 
 
+def _refuse_others(args: argparse.Namespace) -> None:
+    others = ("chunk", "drafts") if args.step == _TRAIN else ("remat", "momentum_dtype", "micro_batches")
+    for name in others:
+        if getattr(args, name) is not None:
+            raise OptionError(f"--{name.replace('_', '-')}: has no meaning for --step {args.step}")
+
+
+def _say(message: str) -> None:
+    print(f"aot: {message} …", file=sys.stderr, flush=True)
+
+
+def _preset(args: argparse.Namespace) -> MeshPreset:
+    from dsv41.sharding.mesh import load_preset, preset_for
+
+    return load_preset(args.mesh) if args.mesh else preset_for(args.topology)
+
+
+def _inference(args: argparse.Namespace) -> tuple[Compiled, dict[str, Any]]:
+    from dsv41.config import load_config
+    from dsv41.planning.compiled import compile_step, topology_devices
+    from dsv41.planning.plan import PlanError, make_plan
+    from dsv41.settings import Settings
+    from dsv41.sharding.chips import chip_of
+
+    settings = Settings.default(load_config(args.config))
+    text, chip = settings.text, chip_of(args.topology)
+    preset = _preset(args)
+    context = args.context or min(_CONTEXT, text.max_position_embeddings)
+    chunk, drafts = args.chunk or min(_CHUNK, context), args.drafts or text.dspark_block_size
+    batch = args.batch or preset.sizes.parts("batch")
+    if args.step == "draft" and not text.num_nextn_predict_layers:
+        raise OptionError("--step draft: the model has no drafter (num_nextn_predict_layers 0)")
+    plan = None
+    if args.step != "draft":
+        try:
+            plan = make_plan(settings, preset, chip, args.step, batch, context, chunk, drafts)
+        except PlanError as error:
+            raise OptionError(f"--{error}") from error
+    devices = topology_devices(args.topology)
+    compiled = compile_step(settings, preset, devices, args.step, batch, context, chunk, drafts, _say)
+    record = _record(args, preset, batch, context, compiled)
+    if plan is not None:
+        record["plan"] = {
+            "memory": plan.memory,
+            "memory_bytes": plan.memory_bytes,
+            "link_bytes": plan.ledger.total.links,
+        }
+        record |= _floors(chip, plan.ledger.total)
+    return compiled, record
+
+
+def _training(args: argparse.Namespace) -> tuple[Compiled, dict[str, Any]]:
+    from dsv41.config import load_config
+    from dsv41.numerics.rounding import RoundingPolicy
+    from dsv41.planning.compiled import topology_devices
+    from dsv41.planning.training import TrainingShape, compile_training, training_work
+    from dsv41.settings import Settings
+    from dsv41.sharding.chips import chip_of
+    from dsv41.training.optimizers import OptimizerConfig
+
+    config, chip, preset = load_config(args.config), chip_of(args.topology), _preset(args)
+    length = args.context or min(_ROW, config.text.max_position_embeddings)
+    if length > config.text.max_position_embeddings:
+        most = config.text.max_position_embeddings
+        raise OptionError(f"--context {length}: exceeds max_position_embeddings {most}")
+    settings = Settings.for_training(config, RoundingPolicy.preset("full"), args.remat or "choices")
+    shape = TrainingShape(args.batch or preset.sizes.parts("batch"), length, args.micro_batches or 1)
+    optimizer = OptimizerConfig(momentum_dtype=args.momentum_dtype or "float32")
+    work = training_work(settings, preset, shape, optimizer)
+    devices = topology_devices(args.topology)
+    compiled, held = compile_training(settings, preset, devices, chip.device_bytes, shape, optimizer, _say)
+    record = _record(args, preset, shape.rows, shape.length, compiled)
+    record |= {
+        "micro_batches": shape.micro_batches,
+        "remat": settings.remat,
+        "momentum_dtype": optimizer.momentum_dtype,
+        "held": held._asdict(),
+    }
+    return compiled, record | _floors(chip, work)
+
+
+def _floors(chip: Chip, work: Work) -> dict[str, Any]:
+    times = chip.seconds(work.operations, work.moved, work.links)
+    floors = dict(zip(("operations", "memory", "links"), times, strict=True))
+    return {"floors_s": floors, "least_step_s": max(times)}
+
+
 def _record(
-    args: argparse.Namespace, preset: Any, batch: int, context: int, compiled: Compiled, plan: Plan | None
+    args: argparse.Namespace, preset: MeshPreset, batch: int, context: int, compiled: Compiled
 ) -> dict[str, Any]:
     from dsv41.sharding.chips import chip_of
 
@@ -95,7 +172,7 @@ def _record(
             f"does not fit: needs {compiled.total / 2**30:.2f} GiB of {chip.device_bytes / 2**30:.2f} a device, "
             f"{(compiled.total - chip.device_bytes) / 2**30:.2f} too many"
         )
-    record = {
+    return {
         "topology": args.topology,
         "mesh": {"name": preset.name, "devices": preset.devices, "axes": dict(preset.axes)},
         "step": args.step,
@@ -111,13 +188,6 @@ def _record(
         "link_bytes": sum(c.bytes for c in compiled.collectives),
         "back_ends": compiled.back_ends,
     }
-    if plan is not None:
-        total = plan.ledger.total
-        times = chip.seconds(total.operations, total.moved, total.links)
-        record["plan"] = {"memory": plan.memory, "memory_bytes": plan.memory_bytes, "link_bytes": total.links}
-        record["floors_s"] = dict(zip(("operations", "memory", "links"), times, strict=True))
-        record["least_step_s"] = max(times)
-    return record
 
 
 def _print(record: dict[str, Any]) -> None:
@@ -127,8 +197,9 @@ def _print(record: dict[str, Any]) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
     mesh = record["mesh"]
     axes = " × ".join(f"{axis} {size}" for axis, size in mesh["axes"].items() if size > 1) or "one device"
+    rows = "rows" if record["step"] == _TRAIN else "requests"
     console.print(
-        f"{record['topology']}, mesh {mesh['name']} ({axes}): {record['step']}, {record['batch']} requests of "
+        f"{record['topology']}, mesh {mesh['name']} ({axes}): {record['step']}, {record['batch']} {rows} of "
         f"{record['context']} tokens; compiled in {record['compile_s']:.0f} s"
     )
     if record["memory_bytes"]:
@@ -138,6 +209,8 @@ def _print(record: dict[str, Any]) -> None:
         memory.add_row("total", f"{record['memory_bytes'] / 2**30:.3f}")
         memory.add_row("there is", f"{record['device_bytes'] / 2**30:.3f}")
         console.print(memory)
+    if held := record.get("held"):
+        console.print("at least: " + ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in held.items()))
     links = Table("collectives", "over", "devices", "a step", "MB sent and received, at most")
     for c in record["collectives"]:
         links.add_row(c["kind"], " × ".join(c["axes"]), str(c["parts"]), str(c["count"]), f"{c['bytes'] / 1e6:.2f}")

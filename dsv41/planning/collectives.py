@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dsv41.planning.spread import all_gather, all_reduce
@@ -61,7 +61,7 @@ def collectives(jaxpr: Any, sizes: Mapping[str, int]) -> list[Collective]:
         operands = equation.invars[:1] if kind.startswith("ragged") else equation.invars
         operand = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in operands if hasattr(v, "aval"))
         count, nbytes = totals.get((kind, axes), (0, 0.0))
-        totals[kind, axes] = count + times, nbytes + times * _moved(kind, operand, parts)
+        totals[kind, axes] = count + times, nbytes + times * moved(kind, operand, parts)
     found = [
         Collective(kind, axes, math.prod(sizes[axis] for axis in axes), count, nbytes)
         for (kind, axes), (count, nbytes) in totals.items()
@@ -69,7 +69,16 @@ def collectives(jaxpr: Any, sizes: Mapping[str, int]) -> list[Collective]:
     return sorted(found, key=lambda c: -c.bytes)
 
 
-def _moved(kind: str, operand: float, parts: int) -> float:
+def joined_counts(found: Iterable[Collective]) -> list[Collective]:
+    """Those of one kind over the same axes together, most bytes first."""
+    totals: dict[tuple[str, tuple[str, ...], int], Collective] = {}
+    for c in found:
+        before = totals.get((c.kind, c.axes, c.parts), c._replace(count=0, bytes=0.0))
+        totals[c.kind, c.axes, c.parts] = c._replace(count=before.count + c.count, bytes=before.bytes + c.bytes)
+    return sorted(totals.values(), key=lambda c: -c.bytes)
+
+
+def moved(kind: str, operand: float, parts: int) -> float:
     """Bytes that a device sends and receives for an operand of so many."""
     if kind == "all-gather":
         return all_gather(operand, parts)

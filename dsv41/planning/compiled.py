@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -115,13 +115,22 @@ def compile_step(
     Raises:
       MeshError: a size does not fit the mesh, or the mesh not the devices.
     """
-    begin = time.perf_counter()
     model = Model(dataclasses.replace(settings, parallel=preset.parallel(devices)))
+    return compile_traced(lambda: _traced(model, kind, batch, context, chunk, drafts), preset.axes, progress)
+
+
+def compile_traced(
+    trace: Callable[[], jax.stages.Traced],
+    axes: Mapping[str, int],
+    progress: Callable[[str], None] = lambda message: None,
+) -> Compiled:
+    """Compiles what ``trace`` traces for TPUs, on a mesh with these axes; ``progress`` is told what is done next."""
+    begin = time.perf_counter()
     backend.forget()
     with backend.use("tpu"):
         progress("tracing")
-        traced = _traced(model, kind, batch, context, chunk, drafts)
-        found = collectives(traced.jaxpr, preset.axes)
+        traced = trace()
+        found = collectives(traced.jaxpr, axes)
         progress("lowering")
         lowered = traced.lower()
         back_ends = backend.report()

@@ -73,7 +73,15 @@ def master_shardings(module: Model | Drafter) -> dict[Path, Sharding]:
     mesh = module.settings.parallel.mesh
     if mesh is None:
         return {}
-    return {path: NamedSharding(mesh, spec) for path, spec in flatten_tree(master_partitions(module)).items()}
+    return {path: NamedSharding(mesh, _short(spec)) for path, spec in flatten_tree(master_partitions(module)).items()}
+
+
+def _short(spec: PartitionSpec) -> PartitionSpec:
+    """As compiled steps say it, to whom one that ends with None is another partition: they would compile twice."""
+    places = list(spec)
+    while places and places[-1] is None:
+        places.pop()
+    return PartitionSpec(*places)
 
 
 def spread(module: Model | Drafter, masters: ParameterTree) -> ParameterTree:
