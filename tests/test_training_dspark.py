@@ -108,15 +108,14 @@ def _is_pair(x) -> bool:
     return type(x) is tuple and len(x) == 2 and hasattr(x[0], "shape")
 
 
-@pytest.mark.parametrize("preset", ["off", "cache"])
-def test_loss_and_gradients_are_the_reference_s(preset):
+def test_loss_and_gradients_with_rounding_are_the_reference_s():
+    """Without it: tests/test_verify.py. Nothing flips in this shallow backbone: one is as exact as the other."""
     golden = Golden(GOLDEN / "mini8" / "f32", checkpoint=GOLDEN / "mini8" / "fp8")
-    settings = Settings.for_training(golden.config, RoundingPolicy.preset(preset))
+    settings = Settings.for_training(golden.config, RoundingPolicy.preset("cache"))
     variables = golden.variables(Model(settings))
     params = golden.drafter_variables(Drafter(settings))["params"]
-    rows = compare_draft_gradients(golden, variables, params, preset)
+    rows = compare_draft_gradients(golden, variables, params, "cache")
     assert not failed(rows)
-    # Nothing flips in this shallow backbone: rounding on is as exact as off.
     assert max(r.error for r in rows) < 1e-4
     assert [r.note.split(";")[0] for r in rows[1:]] == ["37", "12", "3"]
 

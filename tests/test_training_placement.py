@@ -1,8 +1,7 @@
-"""Masters spread over all devices: nothing is lost or held twice, and a step is the same as on one device."""
+"""Masters spread over all devices: nothing is lost or held twice. (Steps on a mesh: test_train_mesh.py.)"""
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -15,13 +14,11 @@ from dsv41.config import ConfigError
 from dsv41.declared import declared_variables
 from dsv41.sharding.mesh import parse_preset
 from dsv41.sharding.parallel import Parallel
-from dsv41.training.losses import LossConfig
 from dsv41.training.optimizers import OptimizerConfig, make_optimizer, parameter_groups
-from dsv41.training.placement import abstract_masters, alike, master_shardings, spread, spread_partition
-from dsv41.training.step import Recipe, train_step
+from dsv41.training.placement import abstract_masters, alike, master_shardings, spread_partition
 from dsv41.training.update import Update
-from tests.test_sharded_steps import divided, meshed
-from tests.test_training_forward import assert_close, model_of, packed, texts, variables
+from tests.test_sharded_steps import meshed
+from tests.test_training_forward import model_of
 
 AXES = {"data": 2, "expert": 2, "tensor": 2}
 
@@ -100,43 +97,3 @@ def test_momenta_may_be_kept_in_bfloat16():
     assert {x.dtype for x in jax.tree.leaves(updates)} == {np.dtype("float32")}
     with pytest.raises(ConfigError, match=r"optimizer\.momentum_dtype: 'float16' is neither"):
         OptimizerConfig(momentum_dtype="float16")
-
-
-@functools.cache
-def after_two_steps(axes: tuple[tuple[str, int], ...]):
-    a, b, c, d, e = texts()
-    model, params, constants = model_of(), variables()["params"], jax.tree.map(np.asarray, variables()["constants"])
-    if axes:
-        model = meshed(model, dict(axes))
-        params = spread(model, divided(model, variables())["params"])
-    else:
-        params = jax.tree.map(jax.numpy.copy, params)
-    recipe = Recipe(model, LossConfig(), update(model))
-    state = recipe.update.begin(params)
-    before = jax.tree.map(lambda x: x.sharding, state)
-    batches = jax.tree.map(lambda x: np.asarray(x).reshape(2, 4, -1), packed([[a, b, c], [d, e], [e, d], [c, b]] * 2))
-    metrics = None
-    for _ in range(2):
-        state, metrics = train_step(recipe, state, constants, batches)
-    return state, metrics, before
-
-
-def test_steps_with_spread_masters_are_those_of_one_device():
-    state, metrics, before = after_two_steps(tuple(AXES.items()))
-    one, wanted, _ = after_two_steps(())
-    for name in wanted:
-        np.testing.assert_allclose(metrics[name], wanted[name], rtol=2e-4, atol=1e-5, err_msg=name)
-    start = flatten_tree(variables()["params"])
-    moved = {
-        path: np.asarray(x)[tuple(map(slice, start[path].shape))] - start[path]
-        for path, x in flatten_tree(state.params).items()
-    }
-    assert_close(moved, {path: np.asarray(x) - start[path] for path, x in flatten_tree(one.params).items()}, 0.02)
-    # What a step returns lies where it was, so that it is given back without a copy.
-    for x, sharding in zip(
-        jax.tree.leaves((state.params, state.optimizer)),
-        jax.tree.leaves((before.params, before.optimizer)),
-        strict=True,
-    ):
-        assert x.sharding.is_equivalent_to(sharding, x.ndim) or x.ndim == 0
-    assert metrics["skipped"] == 0

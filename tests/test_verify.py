@@ -65,6 +65,12 @@ def test_mini8_in_float32(capsys):
         "rows within 1e-3",
         "greedy tokens",
     }
+    for group in ("gradients, rounding off", "gradients, rounding on"):
+        assert passed(rows, group, "loss")
+        assert {r["limit"] for name in ("norms", "whole") for r in passed(rows, group, f"gradients, {name}")} == {1e-4}
+        assert passed(rows, group, "parameters without a path")
+    for name in ("cross-entropy", "norms", "whole"):
+        assert {r["limit"] for r in passed(rows, "drafter's gradients, rounding off", name)} == {1e-4}
 
 
 def test_mini8_in_fp8():

@@ -69,7 +69,7 @@ class RoundingPolicy:
 
     @classmethod
     def for_config(cls, config: ModelConfig, cache: bool = True) -> RoundingPolicy:
-        """The reference's: the caches' roundings, and where the checkpoint is quantised those of weights and activations.
+        """The reference's: of caches, and where the checkpoint is quantised of weights and activations.
 
         Args:
           cache: False switches the four cache and index roundings off.

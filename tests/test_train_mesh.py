@@ -1,0 +1,174 @@
+"""Whole training runs, as ``dsv41 train`` makes them: on a mesh as on one device, killed as never interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from dsv41.checkpoint import CheckpointReader, config_json
+from dsv41.cli import main
+from dsv41.sharding.mesh import parse_preset
+from dsv41.sharding.parallel import SINGLE, Parallel
+from dsv41.training.build import TrainConfig, build
+from dsv41.training.config import read_config
+from dsv41.training.draft_step import draft_train_step
+from dsv41.training.metrics import read_metrics
+from dsv41.training.step import train_step
+from tests.helpers import mini8_config, with_text
+
+ROOT = pathlib.Path(__file__).parent.parent
+STEPS, SAVE_EVERY = 12, 2
+WORDS = "in the beginning was a word and light of many waters upon that day it were so"
+
+# As encoder a Full layer with an Engram, as decoder one with a candidate pool; a drafter of one stage.
+LAYOUT = {
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "compress_ratios": (2, 1, 0),
+    "kv_source_layer_ids": (0, 1),
+    "index_source_layer_ids": (0, 1),
+    "candidate_source_layer_id": 1,
+    "engram_layer_ids": (0,),
+    "dspark_target_layer_ids": (1,),
+}
+
+RUN = """
+[model]
+directory = "{model}"
+remat = "nothing"
+[data]
+files = ["{texts}"]
+length = 48
+batch_rows = 4
+holdout = 0.0
+[loss]
+balance = 1e-2
+index_distillation = 0.1
+replay_simulation = 0.5
+[schedule]
+peak = 3e-3
+warmup = 0
+decay_from = {steps}
+steps = {steps}
+[trainer]
+steps = {steps}
+micro_batches = 2
+save_every = {save_every}
+log_every = 1000
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> pathlib.Path:
+    """A run of a small model without weights, on made-up sentences."""
+    directory = tmp_path_factory.mktemp("train")
+    shutil.copy(ROOT / "configs" / "nano" / "tokenizer.json", directory)
+    nano = json.loads((ROOT / "configs" / "nano" / "config.json").read_text())
+    vocabulary = {name: nano["text_config"][name] for name in ("vocab_size", "engram_compressed_vocab_size")}
+    config = with_text(mini8_config(), **vocabulary, **LAYOUT)
+    config = dataclasses.replace(config, image_token_id=nano["image_token_id"])
+    (directory / "config.json").write_text(json.dumps(config_json(config)))
+    rng = np.random.default_rng(0)
+    lines = (" ".join(rng.choice(WORDS.split(), rng.integers(4, 60))) for _ in range(60))
+    texts = directory / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    path = directory / "run.toml"
+    path.write_text(RUN.format(model=directory, texts=texts, steps=STEPS, save_every=SAVE_EVERY))
+    return path
+
+
+def curve(directory: pathlib.Path) -> list[dict]:
+    """The lines but for their times."""
+    return [{name: value for name, value in line.items() if name != "wall"} for line in read_metrics(directory)]
+
+
+@pytest.fixture(scope="module")
+def whole(file) -> pathlib.Path:
+    """The uninterrupted run on one device, and its export."""
+    directory = file.parent / "whole"
+    assert main(["train", str(file), "--out", str(directory), "--set", f"trainer.export={directory / 'export'}"]) == 0
+    losses = [line["loss"] for line in curve(directory)]
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0] - 0.1
+    return directory
+
+
+@functools.cache
+def mesh() -> Parallel:
+    preset = parse_preset("test", {"axes": {"data": 2, "expert": 2}})
+    return preset.parallel(jax.devices()[: preset.devices])
+
+
+def programs() -> int:
+    """How many steps have been compiled."""
+    return train_step._cache_size() + draft_train_step._cache_size()
+
+
+def run(file: pathlib.Path, name: str, parallel: Parallel, *overrides: str) -> tuple[list[dict], pathlib.Path]:
+    """The curve of a run that is built as the command builds it, and its export."""
+    directory = file.parent / name
+    made = build(read_config(file, TrainConfig, overrides), directory, parallel)
+    before = programs()
+    outcome = made.trainer.run()
+    assert outcome.reason == "finished"
+    # A state that lay elsewhere, or was bound to no device, would compile the second step anew.
+    assert programs() == before + 1
+    made.export(outcome.state, directory / "export", False)
+    return curve(directory), directory / "export"
+
+
+def assert_alike(ours: list[dict], wanted: list[dict], relative: float) -> None:
+    assert [line["step"] for line in ours] == [line["step"] for line in wanted]
+    for line, other in zip(ours, wanted, strict=True):
+        assert line.keys() == other.keys()
+        for name, value in other.items():
+            np.testing.assert_allclose(line[name], value, rtol=relative, atol=1e-6, err_msg=name)
+
+
+def assert_same_layout(ours: pathlib.Path, wanted: pathlib.Path) -> None:
+    assert CheckpointReader(ours).specs() == CheckpointReader(wanted).specs()
+
+
+def test_a_mesh_gives_the_curve_of_one_device(file, whole):
+    ours, export = run(file, "mesh", mesh(), "trainer.steps=3")
+    assert_alike(ours, curve(whole)[:3], 1e-3)
+    assert_same_layout(export, whole / "export")
+
+
+def test_a_killed_run_goes_on_to_the_curve_of_one_that_was_not(file, whole):
+    directory = file.parent / "killed"
+    command = [sys.executable, "-m", "dsv41.cli", "train", str(file), "--out", str(directory)]
+    environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (directory / "checkpoints" / str(SAVE_EVERY)).exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
+    begun = len(curve(directory))
+    assert SAVE_EVERY <= begun < STEPS
+    assert main(["train", str(file), "--out", str(directory)]) == 0
+    assert curve(directory) == curve(whole)
+
+
+def test_a_drafter_is_trained_on_a_mesh_as_on_one_device(file, whole):
+    """Every column is an anchor: which are drawn depends on the device."""
+    options = ("trainer.steps=2", "dspark.anchors=48", "dspark.calibrate=false", f"model.directory={whole / 'export'}")
+    options += tuple(f"loss.{name}=0" for name in ("index_distillation", "replay_simulation"))
+    one, export = run(file, "draft", SINGLE, *options)
+    there, other = run(file, "draft-mesh", mesh(), *options)
+    assert one[1]["loss"] != one[0]["loss"]
+    assert_alike(there, one, 1e-3)
+    assert_same_layout(other, export)
