@@ -17,7 +17,7 @@ MINI8_OPTIONS = EngineOptions(max_batch=2, prefill=PrefillOptions(chunk_sizes=(1
 
 @pytest.fixture(scope="session")
 def default_engine() -> Engine:
-    """The embedded model with random weights."""
+    """The small configuration with random weights."""
     return Engine.random(default_config(), DEFAULT_OPTIONS)
 
 

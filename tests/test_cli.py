@@ -23,6 +23,7 @@ OFFICIAL = ROOT / "configs" / "deepseek-v4.1-flash"
 MINI8 = GOLDEN / "mini8" / "fp8"
 # The options of the shared engines, so that their compiled steps are used again.
 DEFAULT_FLAGS = [
+    "--random",
     "--deterministic",
     "--batch",
     str(DEFAULT_OPTIONS.max_batch),
@@ -140,7 +141,7 @@ def test_inspect_tables(run):
     assert out.count(" Reuse ") == 30
 
 
-def test_inspect_shows_the_embedded_model_by_default(run):
+def test_inspect_shows_the_small_configuration_by_default(run):
     code, out, _ = run("inspect", "--json")
     assert code == 0
     assert {row["mode"] for row in json.loads(out)["layers"]} == {"window only", "Full", "Reindex", "Reuse"}
@@ -160,7 +161,7 @@ def test_inspect_refuses(run, tmp_path):
 # ---------------------------------------------------------------- generate, one prompt
 
 
-def test_generate_with_the_embedded_model(run, default_engine, tmp_path):
+def test_generate_with_random_weights(run, default_engine, tmp_path):
     prompt = "The capital of France"
     whole = default_engine.generate([Request(prompt=prompt, max_new_tokens=8)])[0]
     code, out, err = run("generate", "--prompt", prompt, "--max-new-tokens", 8, *DEFAULT_FLAGS)
@@ -191,12 +192,14 @@ def test_generate_with_the_embedded_model(run, default_engine, tmp_path):
         (["--stop", ""], "stop: "),
         (["--max-new-tokens", "9000"], "max_new_tokens: 9000 after a prompt of 2 tokens exceed the 8192 positions"),
         (["--max-length", "9000"], "max_length: 9000 exceeds max_position_embeddings 8192"),
-        (["--engram", "mapped"], "--engram mapped: only the table of a --checkpoint can be mapped"),
+        (["--random", "--engram", "mapped"], "--engram mapped: only the table of a --checkpoint can be mapped"),
         (["--speculative", "6"], r"--speculative: 6 is outside 1 … 5 \(dspark_block_size\)"),
-        (["--weights", "packed"], "--weights packed: the model's weights are not quantised"),
+        (["--random", "--weights", "packed"], "--weights packed: the model's weights are not quantised"),
         (["--out", "x.jsonl"], "--prompts and --out belong together"),
         (["--checkpoint", str(MINI8)], "prompt: 'a' cannot be read: the model's vocabulary of 512 tokens"),
         (["--checkpoint", "nowhere"], "No such file or directory"),
+        (["--checkpoint", str(MINI8), "--random"], "--random: there is a --checkpoint"),
+        (["--image", "a.png"], "--image: the embedded model knows text alone"),
     ],
 )
 def test_generate_refuses_before_it_makes_an_engine(run, monkeypatch, argv, message):
@@ -237,7 +240,7 @@ def test_a_conversation(run, tmp_path, default_engine):
     chat.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello"}], "thinking": {"type": "disabled"}}))
     assert run("generate", "--chat", chat, "--max-new-tokens", 6, *DEFAULT_FLAGS)[1].strip()
     chat.write_text(json.dumps([{"role": "poet", "content": "Hello"}]))
-    assert_refused(run("generate", "--chat", chat), r"chat.json: messages\[0\].role: 'poet' is none of")
+    assert_refused(run("generate", "--random", "--chat", chat), r"chat.json: messages\[0\].role: 'poet' is none of")
 
 
 def test_conversations_in_a_file(run, tmp_path):
@@ -250,7 +253,7 @@ def test_conversations_in_a_file(run, tmp_path):
     assert chat["message"]["content"] == chat["text"].lstrip("\n")
     assert "message" not in plain
     prompts = write_lines(tmp_path / "bad.jsonl", line | {"prompt": "x"})
-    result = run("generate", "--prompts", prompts, "--out", tmp_path / "o.jsonl")
+    result = run("generate", "--random", "--prompts", prompts, "--out", tmp_path / "o.jsonl")
     assert_refused(result, r"bad.jsonl:1: \['prompt'\] beside messages")
 
 
@@ -399,7 +402,8 @@ def test_the_readme_command_lines_run(run, monkeypatch, tmp_path, line, default_
     for name in ("tests", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)  # a line may write a file
-    code, _, err = run(*shlex.split(line)[1:], *(MINI8_FLAGS[2:] if "--checkpoint" in line else DEFAULT_FLAGS))
+    flags = MINI8_FLAGS[2:] if "--checkpoint" in line else DEFAULT_FLAGS if "--random" in line else ["--chunk", "64"]
+    code, _, err = run(*shlex.split(line)[1:], *flags)
     assert code == 0, err
     assert re.search(r"prompt tokens, \d+ new", err)
     assert ("--speculative" in line) == ("speculation: " in err)

@@ -324,7 +324,7 @@ def test_bad_lines_are_refused_before_any_work(capsys, tmp_path, monkeypatch, li
 )
 def test_bad_options_are_refused_before_any_work(capsys, monkeypatch, argv, message):
     monkeypatch.setattr(Engine, "random", None)
-    code, _, err = run_cli(capsys, "generate", *argv)
+    code, _, err = run_cli(capsys, "generate", "--random", *argv)
     assert code == 2
     assert re.search(message, err), err
 

@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=pathlib.Path,
         nargs="*",
         metavar="DIR",
-        help="config or checkpoint directories; without tensors: random weights; default: the embedded small model",
+        help="config or checkpoint directories; without tensors: random weights; default: a small configuration",
     )
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8], metavar="N", help="decode batches")
     parser.add_argument(
@@ -52,6 +52,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="DIR",
         help="--widths: also write traces of the first back end here, and print the costliest kernels",
     )
+    parser.add_argument(
+        "--train",
+        choices=("off", "cache", "full"),
+        metavar="POLICY",
+        help="time forward and backward passes of training instead, under this rounding policy (off, cache, full) and "
+        "each policy of recomputation, with their memory; --batch is rows, --context their length",
+    )
     parser.add_argument("--steps", type=positive, default=64, metavar="N", help="decode steps of one timing")
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timings; the median is printed")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
@@ -63,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.widths:
         return _widths(args)
+    if args.train:
+        return _training(args)
     if args.mesh is not None:
         raise OptionError("--mesh: times widths only; add --widths")
     limits = machine_limits()
@@ -70,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     for directory in args.models or [None]:
         for batch in args.batch:
             for context in args.context:
-                print(f"bench: {directory or 'embedded model'}, batch {batch}, context {context} …", file=sys.stderr)
+                what = f"{directory or 'small configuration'}, batch {batch}, context {context}"
+                print(f"bench: {what} …", file=sys.stderr)
                 rows.append(measure_model(directory, batch, context, args.steps, args.repeats, limits))
     return _print(args, rows, limits)
 
@@ -87,7 +97,7 @@ def _widths(args: argparse.Namespace) -> int:
     rows, limits = [], measure_limits()
     for directory in args.models or [None]:
         config = default_config() if directory is None else load_config(directory)
-        print(f"bench: {directory or 'the embedded model'}, random weights …", file=sys.stderr)
+        print(f"bench: {directory or 'small configuration'}, random weights …", file=sys.stderr)
         models = {name: shallow_model(config, parallel) for name, parallel in (meshes or {"–": SINGLE}).items()}
         names = args.back_end or tuple(dict.fromkeys((backend.preferred(), "xla")))
         options = (names, args.batch, args.context, args.chunk, args.steps, args.repeats, limits, args.profile)
@@ -97,6 +107,23 @@ def _widths(args: argparse.Namespace) -> int:
         if args.profile is not None:
             _print_profiles(args.profile)
     return _print(args, rows, limits)
+
+
+def _training(args: argparse.Namespace) -> int:
+    from dsv41.config import load_config
+    from dsv41.defaults import NANO_DIRECTORY
+    from dsv41.evaluation.training_speed import measure_training
+    from dsv41.settings import REMAT
+
+    rows = []
+    for directory in args.models or [NANO_DIRECTORY]:
+        config = load_config(directory)
+        for batch in args.batch:
+            for length in args.context:
+                for row in measure_training(config, args.train, batch, length, REMAT, args.repeats):
+                    print(f"bench: {directory}, {json.dumps(row)}", file=sys.stderr)
+                    rows.append({"model": directory.name, **row})
+    return _print(args, rows, None)
 
 
 def _print_profiles(directory: pathlib.Path) -> None:
@@ -109,9 +136,9 @@ def _print_profiles(directory: pathlib.Path) -> None:
             print(f"  {kernel.microseconds:10.1f} µs {kernel.count:6d} × {kernel.name}", file=sys.stderr)
 
 
-def _print(args: argparse.Namespace, rows: list[dict], limits: NamedTuple) -> int:
+def _print(args: argparse.Namespace, rows: list[dict], limits: NamedTuple | None) -> int:
     if args.json:
-        json.dump({"limits": limits._asdict(), "rows": rows}, sys.stdout, indent=1)
+        json.dump({"limits": limits and limits._asdict(), "rows": rows}, sys.stdout, indent=1)
         print()
         return 0
     from rich.console import Console
@@ -124,7 +151,8 @@ def _print(args: argparse.Namespace, rows: list[dict], limits: NamedTuple) -> in
     for row in rows:
         table.add_row(*(_text(row.get(name, "")) for name in columns))
     (Console() if sys.stdout.isatty() else Console(width=160, no_color=True)).print(table)
-    print("measured here: " + ", ".join(f"{name} {_text(value)}" for name, value in limits._asdict().items()))
+    if limits is not None:
+        print("measured here: " + ", ".join(f"{name} {_text(value)}" for name, value in limits._asdict().items()))
     return 0
 
 

@@ -70,7 +70,7 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=pathlib.Path,
         metavar="DIR",
-        help="checkpoint in the public layout; default: the embedded small model with random weights",
+        help="checkpoint in the public layout; default: a small configuration with random weights",
     )
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="prompts from this text; default: random ids")
     parser.add_argument("--prompts", type=positive, default=4, metavar="N", help="how many, of each length")

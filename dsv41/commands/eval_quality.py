@@ -15,6 +15,7 @@ from dsv41.commands.options import OptionError, positive, write_file
 
 if TYPE_CHECKING:
     from dsv41.evaluation.quality import Row, Subject, Texts
+    from dsv41.training.data import DataConfig
 
 _BESIDE = {
     "bits_per_byte": "standard_error",
@@ -121,12 +122,17 @@ class _Study:
     @functools.cached_property
     def documents(self) -> tuple[Sequence[str], Sequence[str]]:
         """Texts to draw names from, and held-out texts."""
-        from dsv41.training.data import DataConfig, load_texts
+        from dsv41.training.data import load_texts
+
+        train, held_out = load_texts(self.data())
+        return train, train if self.args.text is not None else held_out
+
+    def data(self, rows: int = 1) -> DataConfig:
+        from dsv41.training.data import DataConfig
 
         if self.args.text is None:
-            return load_texts(DataConfig(1, 1, corpus=self.args.corpus))
-        texts, _ = load_texts(DataConfig(1, 1, files=tuple(self.args.text), holdout=0.0))
-        return texts, texts
+            return DataConfig(self.length, rows, corpus=self.args.corpus)
+        return DataConfig(self.length, rows, files=tuple(self.args.text), holdout=0.0)
 
     @functools.cached_property
     def short_texts(self) -> Texts:
@@ -221,6 +227,29 @@ def _needle(study: _Study) -> list[Row]:
     return rows + (needle(study.packed, study.long_texts, phrases, far, lead) if far else [])
 
 
+def _baseline(study: _Study) -> list[Row]:
+    from dsv41.evaluation.quality import Subject
+    from dsv41.evaluation.samples import baselines
+    from dsv41.loading import checkpoint_variables
+    from dsv41.model import Model
+    from dsv41.numerics.rounding import RoundingPolicy
+    from dsv41.settings import Settings
+
+    model = Model(Settings.for_training(study.config, RoundingPolicy.preset("full")))
+    variables = checkpoint_variables(model, study.args.checkpoint, study.tokenizer)
+    return baselines(Subject(model, variables), study.data(rows=16), study.tokenizer, (5, 6, 7))
+
+
+def _words(study: _Study) -> list[Row]:
+    from dsv41.evaluation.samples import words
+    from dsv41.inference.engine import Engine, EngineOptions
+
+    prompt = 8
+    engine = Engine.from_checkpoint(study.args.checkpoint, EngineOptions(max_batch=8, max_length=256))
+    prompts = [tokens[:prompt].tolist() for tokens in study.short_texts.tokens]
+    return words(engine, study.documents[0], prompts, 256 - prompt, temperature=0.7)
+
+
 class Question(NamedTuple):
     """What is asked.
 
@@ -236,6 +265,18 @@ class Question(NamedTuple):
 
 
 QUESTIONS: Mapping[str, Question] = {
+    "baseline": Question(
+        "Against counting",
+        "All held-out documents with every rounding on, against interpolated byte n-grams (modified Kneser-Ney) of the "
+        "same training text.",
+        _baseline,
+    ),
+    "words": Question(
+        "Words",
+        "Of the words written at temperature 0.7, after eight tokens of each text, the share that stands in the "
+        "training text.",
+        _words,
+    ),
     "rounding": Question(
         "Rounding",
         "Float checkpoints under each policy, against their own 'off'; the packed checkpoint by exact prefill in one "
@@ -291,7 +332,10 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--plot: needs matplotlib, from the extra dsv41[plot]")
     study = _Study(args)
     results: dict[str, list[Row]] = {}
-    for name in args.question or QUESTIONS:
+    questions = args.question or [name for name in QUESTIONS if name != "baseline" or args.text is None]
+    if args.text is not None and "baseline" in questions:
+        raise OptionError("--question baseline: --text has no training texts; it needs --corpus")
+    for name in questions:
         results[name] = QUESTIONS[name].ask(study)
         _print(QUESTIONS[name], results[name])
     if args.json is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dsv41.sharding.parallel import Parallel
 
 _WEIGHTS_SEED = 0
-_NOISE = "No --checkpoint: the embedded small model has random weights, so its text is noise."
+_NOISE = "--random: the weights are random, so the text is noise."
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -40,7 +40,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--checkpoint",
         type=pathlib.Path,
         metavar="DIR",
-        help="checkpoint in the public layout; default: an embedded small model with random weights",
+        help="checkpoint in the public layout; default: the embedded model, trained on English Bibles",
+    )
+    parser.add_argument(
+        "--random",
+        action="store_true",
+        help="in place of a checkpoint a small configuration with the real vocabulary and random weights",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT")
@@ -134,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     from dsv41.commands.output import ChatOutput, TextOutput
     from dsv41.commands.prompt_file import ChatFormats
     from dsv41.config import load_config
-    from dsv41.defaults import default_config
+    from dsv41.defaults import NANO_DIRECTORY, default_config
     from dsv41.inference.requests import Request, prompt_tokens
     from dsv41.loading import model_tokenizer
 
@@ -144,6 +149,13 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--image: a line of --prompts names its own pictures, in 'images'")
     if args.image and args.chat is not None:
         raise OptionError("--image: the messages of --chat name their own pictures")
+    if args.random and args.checkpoint is not None:
+        raise OptionError("--random: there is a --checkpoint")
+    if args.checkpoint is None and not args.random:
+        for option, given in (("--chat", args.chat), ("--image", args.image)):
+            if given:
+                raise OptionError(f"{option}: the embedded model knows text alone; give --checkpoint, or --random")
+        args.checkpoint = NANO_DIRECTORY
     config = default_config() if args.checkpoint is None else load_config(args.checkpoint)
     if args.engram == "mapped" and args.checkpoint is None:
         raise OptionError("--engram mapped: only the table of a --checkpoint can be mapped")

@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=pathlib.Path,
         nargs="?",
         metavar="CONFIG",
-        help="config.json or the directory that holds it; default: the embedded small model",
+        help="config.json or the directory that holds it; default: a small configuration",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 

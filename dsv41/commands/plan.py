@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=pathlib.Path,
         nargs="?",
         metavar="CONFIG",
-        help="config.json or the directory that holds it; default: the embedded small model",
+        help="config.json or the directory that holds it; default: a small configuration",
     )
     parser.add_argument("--mesh", default="gpu-1", metavar="PRESET", help="preset or JSON file; default: gpu-1")
     parser.add_argument("--chip", metavar="NAME", help="v5p, v6e, tpu7x or h200; default: the mesh's own")

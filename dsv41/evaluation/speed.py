@@ -65,7 +65,7 @@ def measure_model(
     """One row of the benchmark.
 
     Args:
-      directory: configuration or checkpoint; None: the embedded small model.
+      directory: configuration or checkpoint; None: the small configuration with the real vocabulary.
       batch: requests that decode together.
       context: prompt tokens of each before the timed steps.
       steps: decode steps of one timing, of which there are ``repeats``; each step ends when its tokens are on the
@@ -116,7 +116,7 @@ def measure_model(
         2 * batch * matrix_parameters(model) / limits.operations_per_s,
     )
     row = {
-        "model": "embedded" if directory is None else "/".join(directory.resolve().parts[-2:]),
+        "model": "small" if directory is None else "/".join(directory.resolve().parts[-2:]),
         "layers": config.text.num_hidden_layers,
         "batch": batch,
         "prefill_tokens_per_s": batch * context / prefill_s,

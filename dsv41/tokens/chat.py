@@ -161,14 +161,14 @@ class ChatFormat:
     """Renders conversations for one model; made once, since it reads the whole vocabulary (half a second).
 
     Args:
-      tokenizer: None if the model's vocabulary is not the packaged one.
+      tokenizer: of the model; None, or another one than the packaged, has no chats.
 
     Raises:
-      ChatError: no tokenizer, or ``deepseek-recipe`` is not installed.
+      ChatError: not the packaged tokenizer, or ``deepseek-recipe`` is not installed.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
-        if tokenizer is None:
+        if tokenizer is None or not tokenizer.is_packaged:
             raise ChatError(
                 f"messages: the model's vocabulary of {config.text.vocab_size} tokens is not the packaged tokenizer's; "
                 "there is no chat encoding for it"

@@ -49,7 +49,8 @@ class Tokenizer:
     """
 
     def __init__(self, vocabulary: tokenizers.Tokenizer | None = None) -> None:
-        """Over a vocabulary whose ids are 0 .. its size − 1; None: the packaged one."""
+        """Over a vocabulary whose ids are 0 .. its size − 1; None: the packaged one, which ``is_packaged`` tells."""
+        self.is_packaged = vocabulary is None
         self._tokenizer = vocabulary or tokenizers.Tokenizer.from_file(str(_vocabulary_file()))
         self._vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
