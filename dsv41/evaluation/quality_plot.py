@@ -12,7 +12,7 @@ Panel = Callable[[Any, Sequence[Row]], None]
 
 
 def plot_quality(results: Mapping[str, Sequence[Row]], path: pathlib.Path) -> None:
-    """Draws a panel a question, with standard errors.
+    """Draws a panel for each question that has one, with standard errors.
 
     Args:
       results: rows by question, see :data:`PANELS`.
@@ -24,6 +24,7 @@ def plot_quality(results: Mapping[str, Sequence[Row]], path: pathlib.Path) -> No
     """
     from matplotlib.figure import Figure
 
+    results = {question: rows for question, rows in results.items() if question in PANELS}
     if not results:
         raise ValueError("results: no question to draw")
     columns = min(len(results), 3)
@@ -52,6 +53,11 @@ def _groups(rows: Sequence[Row], *names: str) -> dict[tuple, list[Row]]:
     for row in rows:
         found.setdefault(tuple(row[name] for name in names), []).append(row)
     return found
+
+
+def _baseline(axes: Any, rows: Sequence[Row]) -> None:
+    axes.bar([row["model"] for row in rows], [row["bits_per_byte"] for row in rows])
+    axes.set(title="against counting", ylabel="bits a byte")
 
 
 def _rounding(axes: Any, rows: Sequence[Row]) -> None:
@@ -110,6 +116,7 @@ def _needle(axes: Any, rows: Sequence[Row]) -> None:
 
 
 PANELS: Mapping[str, Panel] = {
+    "baseline": _baseline,
     "rounding": _rounding,
     "replay": _replay,
     "replay-length": _replay_length,
@@ -119,4 +126,4 @@ PANELS: Mapping[str, Panel] = {
     "reuse": _reuse,
     "needle": _needle,
 }
-"""How the rows of each question are drawn."""
+"""How the rows of a question are drawn; a question that is answered by one number is not."""
