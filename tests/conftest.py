@@ -75,6 +75,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no GPU in this process"))
 
 
+# A compiled program is dozens of memory mappings, of which Linux allows a process 65,530: beyond them XLA crashes.
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+_MANY_MAPPINGS = 30_000
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between files, programs are dropped when there are many; those that are wanted again come from the cache."""
+    if (nextitem is not None and nextitem.path == item.path) or not _MAPPINGS.exists():
+        return
+    with _MAPPINGS.open("rb") as mappings:
+        if sum(1 for _ in mappings) > _MANY_MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
+
+
 @functools.cache
 def float_model(name: str, cache_rounding: bool) -> tuple[Model, dict]:
     """A golden model in float32, its weights dequantised from the packed checkpoint (the repository's one copy).

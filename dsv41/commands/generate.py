@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dsv41.sharding.parallel import Parallel
 
 _WEIGHTS_SEED = 0
-_NOISE = "--random: the weights are random, so the text is noise."
+_NOISE = "--random: random weights, so the text is noise."
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
