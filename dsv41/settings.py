@@ -118,6 +118,13 @@ class Settings:
     def formats(self) -> Formats:
         return Formats.of(self.policy, self.dtype, self.simulated)
 
+    def rounds(self, weights: str) -> bool:
+        """Whether float weights are rounded where they are used, by the policy's switch of this name.
+
+        In training alone: those that a quantised checkpoint gives are rounded already.
+        """
+        return self.simulated and getattr(self.policy, weights)
+
     def page_entries(self, ratio: int) -> int:
         """Global entries that one page holds for a source of this compression ratio."""
         return self.page_tokens // ratio

@@ -83,7 +83,7 @@ class Engram(nn.Module):
             values = FP8_E8M0.decode(rows, dtype)
         else:
             values = rows.payload.astype(dtype)
-            values = straight_through(FP8_E8M0, values) if self.settings.policy.dense_weights else values
+            values = straight_through(FP8_E8M0, values) if self.settings.rounds("dense_weights") else values
         projected = self.wkv(rearrange(values, "b s columns width -> b s (columns width)"))
         keys, value = jnp.split(projected, [text.hc_mult * text.hidden_size], axis=-1)
         keys = rearrange(keys, "b s (c d) -> b s c d", c=text.hc_mult)

@@ -65,7 +65,7 @@ def declare_matrix(
 
 def rounded_matrix(settings: Settings, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
     """A quantised linear's matrix as it multiplies: rounded here where it is kept as floats."""
-    return straight_through_blocks(weight) if scale is None and settings.policy.dense_weights else weight
+    return straight_through_blocks(weight) if scale is None and settings.rounds("dense_weights") else weight
 
 
 class WideLinear(nn.Module):

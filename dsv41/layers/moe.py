@@ -85,7 +85,7 @@ class ExpertMatrix(nn.Module):
             self.scale = None
 
     def __call__(self) -> ExpertWeights:
-        if self.scale is None and self.settings.policy.expert_weights:
+        if self.scale is None and self.settings.rounds("expert_weights"):
             return ExpertWeights(straight_through(FP4_E8M0, self.weight), None)
         return ExpertWeights(self.weight, self.scale)
 
