@@ -27,8 +27,8 @@ from dsv41.training.checkpoints import Checkpoints, restore_parameters
 from dsv41.training.export import export_checkpoint, export_drafter
 from dsv41.training.forward import TrainBatch, forward
 from dsv41.training.initial import initial_parameters
-from dsv41.training.placement import abstract_masters, spread
-from dsv41.training.update import Update, as_declared, masters
+from dsv41.training.placement import abstract_masters, as_declared, spread
+from dsv41.training.update import Update, masters
 from tests.conftest import GOLDEN
 from tests.helpers import SMALL_LAYOUT, random_tokens, with_text
 from tests.test_sharded_steps import WIDE, meshed

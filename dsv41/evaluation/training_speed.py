@@ -19,8 +19,9 @@ from dsv41.settings import Settings
 from dsv41.training.forward import TrainBatch, forward
 from dsv41.training.initial import initial_parameters
 from dsv41.training.losses import LossConfig, cross_entropy
+from dsv41.training.placement import as_declared
 from dsv41.training.step import Counts, Recipe, loss_and_gradient
-from dsv41.training.update import Update, as_declared
+from dsv41.training.update import Update
 
 
 def measure_training(

@@ -21,7 +21,7 @@ from dsv41.loading import TOKEN_MAP_FILE
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.tokens.tokenizer import TOKENIZER_FILE
-from dsv41.training.update import as_declared
+from dsv41.training.placement import as_declared
 from pallas_kernels.block_linear.weights import encode_blocks
 from pallas_kernels.formats import FP4_E8M0, FP8_E8M0
 

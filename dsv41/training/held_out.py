@@ -20,9 +20,9 @@ from dsv41.training.dspark import DraftTerms, draft_metrics, held_out_terms, sum
 from dsv41.training.forward import TrainBatch, Variables, alignment
 from dsv41.training.losses import LossConfig
 from dsv41.training.packing import Documents
-from dsv41.training.placement import master_partitions
+from dsv41.training.placement import as_declared, master_partitions
 from dsv41.training.step import Counts, Recipe, loss_sums
-from dsv41.training.update import TrainState, as_declared
+from dsv41.training.update import TrainState
 
 Measured = dict[str, float]
 Evaluate = Callable[[TrainState], Measured]

@@ -125,16 +125,21 @@ class _Joined(NamedTuple):
     dims: tuple[tuple[int, tuple[str, ...]], ...]
 
 
+def as_declared(module: Model | Drafter, params: ParameterTree) -> ParameterTree:
+    """Masters as the modules compute with them: rounded to the dtypes that they declare."""
+    return jax.tree.map(lambda x, leaf: narrow(x, leaf.dtype), params, abstract_variables(module))
+
+
 def joined(module: Model | Drafter, params: ParameterTree) -> ParameterTree:
-    """Masters as the modules compute with them, on one device of the mesh: rounded to the dtypes that they declare.
+    """:func:`as_declared` on one device of the mesh, where only parts of the masters lie.
 
     Args:
       params: this device's part of the masters (:func:`master_partitions`).
     """
-    leaves = flatten_tree(abstract_variables(module))
     parallel = module.settings.parallel
     if parallel.mesh is None:
-        return jax.tree.map(lambda x, leaf: narrow(x, leaf.dtype), params, unflatten_tree(leaves))
+        return as_declared(module, params)
+    leaves = flatten_tree(abstract_variables(module))
     wanted, there = flatten_tree(parameter_partitions(module, parallel)), flatten_tree(master_partitions(module))
 
     def one(path: Path, x: jax.Array) -> jax.Array:

@@ -12,13 +12,9 @@ from flax import struct
 from jax.sharding import NamedSharding
 
 from dsv41.checkpoint.placement import ParameterTree, flatten_tree
-from dsv41.declared import abstract_variables
-from dsv41.layers.dspark import Drafter
-from dsv41.model import Model
 from dsv41.training.balance import BIAS_RATE, update_biases
 from dsv41.training.optimizers import Group, Groups, gradient_norm, trained_gradients, update_ema
 from dsv41.training.placement import alike
-from pallas_kernels.products import narrow
 
 Metrics = dict[str, jax.Array]
 
@@ -43,11 +39,6 @@ class TrainState:
 def masters(params: ParameterTree) -> ParameterTree:
     """Float parameters as float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), params)
-
-
-def as_declared(module: Model | Drafter, params: ParameterTree) -> ParameterTree:
-    """Masters as the modules compute with them: rounded to the dtypes that they declare."""
-    return jax.tree.map(lambda x, leaf: narrow(x, leaf.dtype), params, abstract_variables(module))
 
 
 class Update(NamedTuple):
