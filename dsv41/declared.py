@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dsv41.checkpoint.placement import ParameterTree, Path, flatten_tree, unflatten_tree
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model, TokenBatch
+from dsv41.numerics.rounding import RoundingPolicy
+from dsv41.settings import Settings
 from dsv41.sharding.parallel import Parallel
 from dsv41.sharding.rules import PADDED
 from dsv41.state.request import create_state
@@ -24,10 +26,19 @@ from pallas_kernels import backend
 
 def declared_variables(model: Model | Drafter) -> ParameterTree:
     """The whole parameters as their modules declare them: shapes and dtypes, boxed with names of logical axes."""
-    return _declared(dataclasses.replace(model, settings=model.settings.whole))
+    settings = model.settings
+    # What does not change a parameter is left out: models that differ in nothing else are traced once.
+    bare = Settings(
+        settings.config,
+        RoundingPolicy.preset("off"),
+        settings.packed_weights,
+        Settings.default(settings.config).page_tokens,
+        settings.engram_in_step,
+    )
+    return _declared(dataclasses.replace(model, settings=bare))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _declared(model: Model | Drafter) -> ParameterTree:
     with backend.use("xla"):  # shapes do not depend on it, and kernels take longer to trace
         return jax.eval_shape(
