@@ -47,8 +47,9 @@ def unsupported(
     (experts, inner), hidden = w1.weight.shape[-3:-1], x.shape[-1]
     size = block_rows(expert_ids.size, experts)
     slots = gpu_place.block_count(expert_ids.size, experts, size) * size
-    if slots * max(inner, hidden) >= 2**31:
-        return f"{slots} slots of {max(inner, hidden)} values are more than an int32 can count"
+    width = gpu_product.padded(max(inner, hidden))
+    if slots * width >= 2**31:
+        return f"{slots} slots of {width} values are more than an int32 can count"
     return gpu_product.supports(inner, hidden, fused=True) or gpu_product.supports(hidden, inner, fused=False)
 
 
@@ -87,7 +88,7 @@ def _experts(
     placed = gpu_place.place_tokens(x, ids, weights, layer, experts=experts, size=size, fmt=fmt)
     product = functools.partial(gpu_product.grouped_product, expert=placed.expert, live=placed.live, rows=size)
     inner = product(placed.tokens, first=w1, second=w3, weights=placed.weight, limit=limit)
-    inner = gpu_place.place_inner(inner, placed.slot, fmt)
+    inner = gpu_place.place_inner(inner, placed.slot, w1.weight.shape[-2], fmt)
     out = product(inner, first=w2, second=None, weights=None, limit=None)
 
     y = jnp.zeros(x.shape, jnp.float32)

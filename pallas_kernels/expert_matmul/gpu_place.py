@@ -40,7 +40,7 @@ class Placed(NamedTuple):
       expert: ``[blocks]`` int32; undefined in blocks that are not live.
       slot: ``[rows, k]`` int32: where a pair lies in the flat blocks; −1 for one without an expert.
       weight: ``[blocks · size]`` float32 routing weights; undefined in slots without a pair, as are the tokens.
-      tokens: ``[blocks · size, width]`` rounded rows of x in the product's order.
+      tokens: ``[blocks · size, padded width]`` rounded rows of x in the product's order.
     """
 
     live: jax.Array
@@ -115,7 +115,7 @@ def place_tokens(
     blocks = block_count(pairs, experts, size)
     if fmt != FP8_E8M0:
         x = fmt.round(x)
-    steps = width // gpu_product.STEP
+    steps, whole = gpu_product.padded(width) // gpu_product.STEP, width % gpu_product.STEP == 0
     part = next(s for s in (_STEPS, 2, 1) if steps % s == 0)
     choices = pl.next_power_of_2(k)
     ids = ids.reshape(-1)
@@ -137,7 +137,9 @@ def place_tokens(
         block = jnp.where(real & (lax.rem(rank, size) == 0), lax.div(slot, size), blocks)
 
         column = (pl.program_id(1) * part) * gpu_product.STEP + jnp.arange(part * gpu_product.STEP)
-        values = plgpu.load(x_ref.at[row, _source(column)])
+        source = _source(column)
+        present = {} if whole else {"mask": source < width, "other": 0.0}
+        values = plgpu.load(x_ref.at[row, source], **present)
         values = _rounded(values[None], fmt)
         shape = (choices, column.size)
         to = jnp.broadcast_to(slot[:, None], shape), jnp.broadcast_to(column[None], shape)
@@ -164,7 +166,7 @@ def place_tokens(
             jax.ShapeDtypeStruct((blocks,), jnp.int32),
             jax.ShapeDtypeStruct((rows, k), jnp.int32),
             jax.ShapeDtypeStruct((blocks * size,), jnp.float32),
-            jax.ShapeDtypeStruct((blocks * size, width), x.dtype),
+            jax.ShapeDtypeStruct((blocks * size, steps * gpu_product.STEP), x.dtype),
         ),
         grid=(rows, steps // part),
         compiler_params=plgpu.CompilerParams(num_warps=part, num_stages=1),
@@ -197,17 +199,18 @@ def _compared(ids_ref, pair: jax.Array, own: jax.Array, experts: int, size: int)
     return rank(pair, own), before, jnp.sum(opens)
 
 
-def place_inner(inner: jax.Array, slot: jax.Array, fmt: Format) -> jax.Array:
+def place_inner(inner: jax.Array, slot: jax.Array, width: int, fmt: Format) -> jax.Array:
     """Rounds the slots that a pair owns, each where it is, in the product's order; the others are undefined.
 
     Args:
-      inner: ``[slots, width]`` bfloat16.
+      inner: ``[slots, padded width]`` bfloat16; columns from ``width`` on may hold anything and become 0.
       slot: ``[rows, k]`` int32, −1 for nobody's.
+      width: columns that there are (static).
       fmt: rounding (static).
     """
     if fmt != FP8_E8M0:
         inner = fmt.round(inner)
-    (slots, width), pairs = inner.shape, slot.size
+    slots, pairs = inner.shape[0], slot.size
 
     def kernel(inner_ref, slot_ref, out_ref):
         pair = pl.program_id(0) * _INNER_ROWS + jnp.arange(_INNER_ROWS)
@@ -217,7 +220,8 @@ def place_inner(inner: jax.Array, slot: jax.Array, fmt: Format) -> jax.Array:
         shape = (_INNER_ROWS, gpu_product.STEP)
         rows, is_owned = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to((row < slots)[:, None], shape)
         source = jnp.broadcast_to(_source(column)[None], shape)
-        values = plgpu.load(inner_ref.at[rows, source], mask=is_owned, other=0.0)
+        is_present = is_owned if width == inner.shape[1] else is_owned & (source < width)
+        values = plgpu.load(inner_ref.at[rows, source], mask=is_present, other=0.0)
         if not backend.interpreted():
             # The result takes the place of the values: no thread may write before all have read.
             plgpu.debug_barrier()
@@ -227,7 +231,7 @@ def place_inner(inner: jax.Array, slot: jax.Array, fmt: Format) -> jax.Array:
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(inner.shape, inner.dtype),
-        grid=(pl.cdiv(pairs, _INNER_ROWS), width // gpu_product.STEP),
+        grid=(pl.cdiv(pairs, _INNER_ROWS), inner.shape[1] // gpu_product.STEP),
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=backend.interpreted(),

@@ -6,6 +6,11 @@ there: the decoded matrix never exists in any memory. One warpgroup copies, the 
 
 The order of a contraction is free, so it is the one in which a thread finds all its operands in words that it loads
 whole; :func:`permute` brings the tokens into it.
+
+A matrix need not be whole tiles. Where the last contraction step reaches beyond the ends of its rows, the copies fill
+in codes of 0, the tokens are 0, and scales are the row's own last ones: what lies behind could decode to infinity,
+whose product with 0 is NaN. A last tile of rows that would reach beyond the matrix starts earlier and computes some
+rows again, to the same values.
 """
 
 from __future__ import annotations
@@ -25,6 +30,10 @@ from pallas_kernels.gpu import registers
 _STEP_BYTES = registers.ROW_BYTES
 STEP = 2 * _STEP_BYTES
 _STEP_SCALES = STEP // 32
+# A width is a multiple of it: rows of codes begin at multiples of 16 bytes and rows of scales at even ones.
+_WIDTH_MULTIPLE = 64
+# A tile of codes is as wide as a swizzled row and needs no tiling transform, whose tiles would have to divide a width.
+_CODES = (plgpu.SwizzleTransform(registers.ROW_BYTES),)
 # Rows that a warpgroup's matrix instruction takes; a warpgroup has two such tiles, of two matrices or of one.
 ROWS = registers.ROWS
 # One persistent program for each multiprocessor; with another number of them the kernel is as right, but slower.
@@ -49,19 +58,25 @@ def permute(x: jax.Array) -> jax.Array:
     return parts.transpose(*range(lead), *(lead + axis for axis in order)).reshape(x.shape)
 
 
-def groups(rows: int) -> int:
-    """Warpgroups that multiply, each with 2·64 rows of weights."""
-    # More of them decode faster, but their sums have to fit into registers.
-    return 4 if rows <= 16 else 2
+def padded(width: int) -> int:
+    """Columns of the tokens that matrices ``[out, width]`` take: whole steps."""
+    return pl.cdiv(width, STEP) * STEP
+
+
+def groups(rows: int, out: int, fused: bool) -> int:
+    """Warpgroups that multiply blocks of so many rows, each with 2·64 rows of weights: of two matrices if ``fused``."""
+    # More of them decode faster, but their sums have to fit into registers. Tiles of these divide the matrix.
+    more = (4, 3) if rows <= 16 else ()
+    return next((count for count in more if out % (count * ROWS * (1 if fused else 2)) == 0), 2)
 
 
 def supports(out: int, width: int, fused: bool) -> str | None:
     """Why matrices ``[out, width]`` cannot be multiplied; None if they can."""
-    multiple = 2 * ROWS * (1 if fused else 2)
-    if out % multiple:
-        return f"{out} rows of an expert's matrix are not a multiple of {multiple}"
-    if width % STEP:
-        return f"{width} columns of an expert's matrix are not a multiple of {STEP}"
+    least = 2 * ROWS * (1 if fused else 2)
+    if out < least:
+        return f"{out} rows of an expert's matrix are fewer than {least}"
+    if width % _WIDTH_MULTIPLE:
+        return f"{width} columns of an expert's matrix are not a multiple of {_WIDTH_MULTIPLE}"
     return None
 
 
@@ -69,28 +84,27 @@ def grouped_product(x, expert, live, first, second, weights, *, limit: float | N
     """Multiplies blocks of rows with their experts' matrices.
 
     Args:
-      x: ``[blocks · rows, width]`` bfloat16, permuted; rows that nobody needs may hold anything.
+      x: ``[blocks · rows, padded(width)]`` bfloat16, permuted, with zeros in columns that the matrices do not have;
+        rows that nobody needs may hold anything.
       expert: ``[blocks]`` int32.
       live: ``[1]`` int32; blocks from this one on are not computed.
-      first: codes ``[experts, out, width/2]`` and scales ``[experts, out, width/32]``, uint8.
+      first: codes ``[experts, out, width/2]`` and scales ``[experts, out, width/32]``, uint8; see :func:`supports`.
       second: as ``first``: the up matrix; None: one plain product with ``first``.
       weights: ``[blocks · rows]`` float32 routing weights, None without ``second``.
       limit: clamp of the SwiGLU; None without ``second``.
       rows: of a block, 8 .. 128 and a multiple of 8 (static).
 
     Returns:
-      ``[blocks · rows, out]`` bfloat16: silu(gate) · up · weight, or with one matrix the product. What lies in blocks
-      that are not live is undefined.
+      ``[blocks · rows, padded(out)]`` bfloat16: silu(gate) · up · weight; with one matrix ``[blocks · rows, out]``: the
+      product. What lies in blocks that are not live and in columns beyond ``out`` is undefined.
     """
     fused = second is not None
     (codes_a, scales_a), (codes_b, scales_b) = first, second if fused else first
     out, width = codes_a.shape[1], codes_a.shape[2] * 2
-    count = groups(rows)
-    if out % (ROWS * count * (1 if fused else 2)):
-        count //= 2
+    count = groups(rows, out, fused)
     tile = ROWS * count  # rows of one of the two matrices, or of each half of the one
     tile_out = tile if fused else 2 * tile
-    tiles, steps = out // tile_out, width // STEP
+    tiles, steps = pl.cdiv(out, tile_out), pl.cdiv(width, STEP)
     stages = min(_SHARED_BYTES // (2 * tile * _STEP_BYTES + rows * STEP * 2), 6)
     inputs = (x, expert, live, codes_a, codes_b, scales_a, scales_b)
     inputs += (weights,) if fused else ()
@@ -105,7 +119,7 @@ def grouped_product(x, expert, live, first, second, weights, *, limit: float | N
         def place(index):
             at = program + index * _PROGRAMS
             block = lax.div(at, jnp.int32(tiles))
-            return block, lax.rem(at, jnp.int32(tiles)) * tile_out
+            return block, jnp.minimum(lax.rem(at, jnp.int32(tiles)) * tile_out, out - tile_out)
 
         @pl.when(group == count)
         def _copy():
@@ -140,10 +154,9 @@ def grouped_product(x, expert, live, first, second, weights, *, limit: float | N
             plgpu.set_max_registers(registers.compute_registers(count), action="increase")
 
             def fetch(chosen, row, step):
-                columns = pl.ds(step * _STEP_SCALES, _STEP_SCALES)
                 second_row = row if fused else row + tile
                 return _fetch_scales(
-                    sa_ref.at[chosen, pl.ds(row, tile), columns], sb_ref.at[chosen, pl.ds(second_row, tile), columns]
+                    sa_ref.at[chosen, pl.ds(row, tile)], sb_ref.at[chosen, pl.ds(second_row, tile)], step
                 )
 
             def one_tile(index, carry):
@@ -198,18 +211,18 @@ def grouped_product(x, expert, live, first, second, weights, *, limit: float | N
             def _():
                 block, row = place(0)
                 chosen = expert_ref[block]
-                lax.fori_loop(0, mine, one_tile, (chosen, fetch(chosen, row, 0)))
+                lax.fori_loop(0, mine, one_tile, (chosen, fetch(chosen, row, jnp.int32(0))))
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((x.shape[0], out), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], padded(out) if fused else out), jnp.bfloat16),
         grid=(_PROGRAMS,),
         grid_names=("program",),
         num_threads=count + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         scratch_types=[
-            plgpu.SMEM((stages, 2, tile, _STEP_BYTES), jnp.uint8, transforms=registers.CODES),
+            plgpu.SMEM((stages, 2, tile, _STEP_BYTES), jnp.uint8, transforms=_CODES),
             plgpu.SMEM((stages, rows, STEP), jnp.bfloat16, transforms=registers.TOKENS),
             plgpu.Barrier(num_barriers=stages, num_arrivals=3),
             plgpu.Barrier(num_barriers=stages, num_arrivals=count),
@@ -218,31 +231,39 @@ def grouped_product(x, expert, live, first, second, weights, *, limit: float | N
     return kernel(*inputs)
 
 
-def _fetch_scales(first, second) -> jax.Array:
+def _fetch_scales(first, second, step: jax.Array) -> jax.Array:
     """Loads a thread's scales of a step: for each matrix and each of its two rows two bytes; opaque to others."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=registers.flat(4))
-    def fetch(ctx, *refs):
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=registers.flat(4)
+    )
+    def fetch(ctx, *refs_and_step):
         del ctx
+        *refs, step = refs_and_step
         row, place = registers.thread()
+        column = arith.muli(step.registers.item(), registers.i32(_STEP_SCALES))
+        column = arith.addi(column, arith.muli(place, registers.i32(2)))
+        # Each reference is a tile's whole rows.
+        scales = ir.MemRefType(refs[0].type).shape[-1]
+        if scales % _STEP_SCALES:
+            column = arith.minsi(column, registers.i32(scales - 2))
         loaded = []
         for ref in refs:
             pointer, stride = mgpu.utils.memref_ptr(ref), registers.i32(registers.stride(ref))
             for below in (0, 8):
-                at = arith.muli(arith.addi(row, registers.i32(below)), stride)
-                at = arith.addi(at, arith.muli(place, registers.i32(2)))
+                at = arith.addi(arith.muli(arith.addi(row, registers.i32(below)), stride), column)
                 both = llvm.load(ir.IntegerType.get_signless(16), registers.offset(pointer, at), alignment=2)
                 loaded.append(arith.extui(ir.IntegerType.get_signless(32), both))
         return registers.flat_array(loaded)
 
-    return fetch(first, second)
+    return fetch(first, second, step)
 
 
 def _decode(codes, scales: jax.Array, matrix: int, half: int) -> jax.Array:
     """A group's operand of half a step, ``[64, 128]`` bfloat16, from its tile ``[rows of all groups, 128]`` uint8."""
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(registers.CODES), registers.flat_layout(4)),
+        arg_types=(plgpu.RefType(_CODES), registers.flat_layout(4)),
         return_type=plgpu.ShapeDtypeStruct((ROWS, STEP // 2), jnp.bfloat16, plgpu.Layout.WGMMA),
     )
     def decode(ctx, codes, scales):

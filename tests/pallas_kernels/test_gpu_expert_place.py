@@ -9,24 +9,28 @@ import pytest
 
 from pallas_kernels import backend
 from pallas_kernels.expert_matmul import gpu_place
-from pallas_kernels.expert_matmul.gpu_product import permute
+from pallas_kernels.expert_matmul.gpu_product import padded, permute
 from pallas_kernels.formats import FP8_E8M0, DenseFormat
 
 SIZE, WIDTH = 8, 512
 BFLOAT16 = DenseFormat("bfloat16")
+# Roundings and widths: whole steps of the product, and one and a quarter.
+CASES = pytest.mark.parametrize(
+    ("fmt", "width"), [(FP8_E8M0, WIDTH), (BFLOAT16, WIDTH), (FP8_E8M0, 320)], ids=["fp8", "bf16", "narrow"]
+)
 
 
-def pairs(rows: int, experts: int, k: int = 3) -> dict[str, jax.Array]:
+def pairs(rows: int, experts: int, k: int = 3, width: int = WIDTH) -> dict[str, jax.Array]:
     """Row 1 has no expert and is NaN, row 2 has one that lies elsewhere; magnitudes differ from block to block."""
     rng = np.random.default_rng(rows)
     # Low experts are chosen often: some fill several blocks.
     ids = np.stack([rng.permutation(1 + rng.integers(k, experts))[:k] for _ in range(rows)]).astype(np.int32)
     ids[1] = experts
     ids[2, 0] = -1
-    x = rng.standard_normal((rows, WIDTH // 32, 32)) * np.exp2(rng.integers(-30, 30, (rows, WIDTH // 32, 1)))
+    x = rng.standard_normal((rows, width // 32, 32)) * np.exp2(rng.integers(-30, 30, (rows, width // 32, 1)))
     x[1] = np.nan
     return {
-        "x": jnp.asarray(x.reshape(rows, WIDTH), jnp.bfloat16),
+        "x": jnp.asarray(x.reshape(rows, width), jnp.bfloat16),
         "ids": jnp.asarray(ids),
         "weights": jnp.asarray(rng.random(ids.shape), jnp.float32),
     }
@@ -41,6 +45,12 @@ def place(arrays: dict[str, jax.Array], experts: int, fmt=FP8_E8M0, layer: int |
 
 def floats(x: jax.Array) -> np.ndarray:
     return np.asarray(x, np.float32)
+
+
+def in_order(x: jax.Array, fmt) -> np.ndarray:
+    """``x`` rounded, zeros for what its last step lacks, in the product's order."""
+    rounded = jax.jit(fmt.round)(x)
+    return floats(permute(jnp.pad(rounded, ((0, 0), (0, padded(x.shape[1]) - x.shape[1])))))
 
 
 class PlaceTests:
@@ -65,12 +75,12 @@ class PlaceTests:
             assert (chosen[mine // SIZE] == expert).all()
         np.testing.assert_array_equal(np.asarray(placed.weight)[slot[real]], np.asarray(arrays["weights"])[real])
 
-    @pytest.mark.parametrize("fmt", [FP8_E8M0, BFLOAT16], ids=["fp8", "bf16"])
-    def test_tokens_are_rounded_in_the_products_order(self, fmt):
-        arrays = pairs(11, 9)
+    @CASES
+    def test_tokens_are_rounded_in_the_products_order(self, fmt, width: int):
+        arrays = pairs(11, 9, width=width)
         placed = place(arrays, 9, fmt)
         slot = np.asarray(placed.slot)
-        wanted = floats(permute(jax.jit(fmt.round)(arrays["x"])))
+        wanted = in_order(arrays["x"], fmt)
         row = np.nonzero(slot >= 0)[0]
         assert set(row) == set(range(11)) - {1}
         np.testing.assert_array_equal(floats(placed.tokens)[slot[slot >= 0]], wanted[row])
@@ -87,15 +97,16 @@ class PlaceTests:
         monkeypatch.setattr(gpu_place, "_COUNTED", 32)
         np.testing.assert_array_equal(np.asarray(place(arrays, 7).slot), np.asarray(wanted))
 
-    @pytest.mark.parametrize("fmt", [FP8_E8M0, BFLOAT16], ids=["fp8", "bf16"])
-    def test_inner_rows_are_rounded_where_they_are(self, fmt):
-        arrays = pairs(11, 9)
+    @CASES
+    def test_inner_rows_are_rounded_where_they_are(self, fmt, width: int):
+        arrays = pairs(11, 9, width=width)
         slot = place(arrays, 9).slot
-        inner = jnp.full((2 * 9 * SIZE, WIDTH), jnp.nan, jnp.bfloat16)
+        # What no pair owns, and columns that there are not, are NaN.
+        inner = jnp.full((2 * 9 * SIZE, padded(width)), jnp.nan, jnp.bfloat16)
         owned = np.asarray(slot)[np.asarray(slot) >= 0]
-        inner = inner.at[owned].set(jnp.asarray(arrays["x"])[np.arange(owned.size) % 11])
-        wanted = floats(permute(jax.jit(fmt.round)(inner)))
-        out = jax.jit(lambda inner, slot: gpu_place.place_inner(inner, slot, fmt))(inner, slot)
+        inner = inner.at[owned, :width].set(jnp.asarray(arrays["x"])[np.arange(owned.size) % 11])
+        wanted = in_order(inner[:, :width], fmt)
+        out = jax.jit(lambda inner, slot: gpu_place.place_inner(inner, slot, width, fmt))(inner, slot)
         np.testing.assert_array_equal(floats(out)[owned], wanted[owned])
 
 
