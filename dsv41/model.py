@@ -34,6 +34,7 @@ from dsv41.numerics.ngram_hash import BLOCKED, hash_ids, lookback, ngram_hash
 from dsv41.numerics.rotary import csa_frequencies, rotary_table, window_frequencies
 from dsv41.settings import Settings
 from dsv41.sharding.context import page_tables
+from dsv41.sharding.split import Split
 from dsv41.state.request import EncoderDelta, ModelState, Segment
 from dsv41.state.ring import Ring, entries_at
 from pallas_kernels.formats import FP8_E8M0, Packed
@@ -81,7 +82,7 @@ class Begun:
     """An encoder pass up to its first Engram (to the encoder's end if it has none).
 
     Attributes:
-      segment: the tokens' positions, with the embeddings as streams.
+      segment: the tokens' positions, with the embeddings of this device's columns as streams.
       flow: what enters the next layer.
       outputs: of the layers that ran.
       ids: compressed ids ``[batch, query]``.
@@ -163,6 +164,7 @@ class Model(nn.Module):
     ) -> Begun:
         """The part of :meth:`encode` that needs no Engram rows yet."""
         queries = batch.tokens.shape[1]
+        split = split_of(self.settings, queries)
         valid = jnp.arange(queries) < batch.count[:, None]
         if batch.documents is not None:
             valid &= batch.documents >= 0
@@ -175,9 +177,10 @@ class Model(nn.Module):
             seen = jnp.where(jnp.arange(seen.shape[-1]) <= position[..., None], seen, BLOCKED)
             reach = jnp.minimum(position + 1, self.settings.text.sliding_window)
 
-        x = self.embed(batch.tokens, valid)
+        x = self.embed(*split.own((batch.tokens, valid)))
         if batch.embeddings is not None:
-            x = jnp.where(is_image[..., None], batch.embeddings.astype(x.dtype), x)
+            image, embeddings = split.own((is_image, batch.embeddings))
+            x = jnp.where(image[..., None], embeddings.astype(x.dtype), x)
         streams = jnp.repeat(x[:, :, None], self.settings.text.hc_mult, axis=2)
         segment = Segment(
             streams, first_mix(streams), is_image, seen, state.length, batch.count, batch.documents, reach
@@ -198,12 +201,13 @@ class Model(nn.Module):
     ) -> tuple[Segment, EncoderDelta]:
         """The rest of :meth:`encode`; ``state``, ``write_from`` and ``forced`` as :meth:`begin` had them."""
         segment = begun.segment
-        engram = self.engram_inputs(self.encoder.engram_layers, segment.lookback, engram_rows)
+        engram = self._own_engram(self.encoder.engram_layers, segment, engram_rows)
         step, ring = begin_step(self.settings, state, state.encoder_ring, segment, engram, write_from, forced)
         flow, outputs = self.encoder(begun.flow, ring, step, first=self.encoder.before_engram)
         outputs = join_outputs(begun.outputs, outputs)
         flow, projections = self._project(flow, outputs.projections, step)
-        segment = segment.replace(streams=flow.streams, mix=flow.mix)
+        streams, mix = step.split.whole((flow.streams, flow.mix))
+        segment = segment.replace(streams=streams, mix=mix)
         return segment, EncoderDelta(flow.memory, outputs.entries, projections, begun.ids)
 
     def decode(
@@ -218,12 +222,14 @@ class Model(nn.Module):
         Args:
           engram_rows: what the decoder's Engrams look up; None where the tables are parameters.
         """
-        engram = self.engram_inputs(self.decoder.engram_layers, segment.lookback, engram_rows)
+        engram = self._own_engram(self.decoder.engram_layers, segment, engram_rows)
         step, ring = begin_step(self.settings, state, state.decoder_ring, segment, engram, forced=forced)
-        flow, outputs = self.decoder(first_flow(self.settings, state, segment), ring, step)
+        streams, mix = step.split.own((segment.streams, segment.mix))
+        flow = first_flow(self.settings, state, segment.replace(streams=streams, mix=mix))
+        flow, outputs = self.decoder(flow, ring, step)
         x = mix_streams(flow.streams, flow.mix)
         self.sow("intermediates", "final_collapsed", x)
-        return Decoded(self.norm(x), flow.taps, outputs.entries)
+        return Decoded(step.split.whole(self.norm(x)), step.split.whole(flow.taps, axis=2), outputs.entries)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """Embeddings ``[..., d]`` of tokens int32 ``[...]``, all of them in the vocabulary."""
@@ -250,14 +256,20 @@ class Model(nn.Module):
             projections = {**projections, ratio: new if before is None else concatenate(before, new)}
         return flow, projections
 
+    def _own_engram(self, layers: tuple[int, ...], segment: Segment, rows: EngramRows | None) -> EngramInputs | None:
+        """:meth:`engram_inputs` of this device's columns of a segment, with all columns' rows if any are given."""
+        split = split_of(self.settings, segment.is_image.shape[1])
+        return self.engram_inputs(layers, *split.own((segment.lookback, rows)), split.places)
+
     def engram_inputs(
-        self, layers: tuple[int, ...], seen: jax.Array, rows: EngramRows | None = None
+        self, layers: tuple[int, ...], seen: jax.Array, rows: EngramRows | None = None, split: tuple[str, ...] = ()
     ) -> EngramInputs | None:
         """Keys and values of some Engram layers, stacked (None for none); addresses depend on tokens only.
 
         Args:
           seen: compressed ids that each position looks back on, int32 ``[batch, query, max n-gram]``.
           rows: what they look up there; None: they are looked up here, in the parameters.
+          split: mesh axes that divide the queries.
 
         Raises:
           ValueError: the rows of a layer are not given, and its table is no parameter.
@@ -267,7 +279,7 @@ class Model(nn.Module):
             return None
         if rows is None and self.settings.engram_in_step:
             ids = hash_ids(ngram_hash(text), seen, self.token_map.value[text.engram_pad_token_id])
-            rows = {n: self.engram_table[str(n)](ids[text.engram_layer_ids.index(n)]) for n in layers}
+            rows = {n: self.engram_table[str(n)](ids[text.engram_layer_ids.index(n)], split) for n in layers}
         if missing := [n for n in layers if n not in (rows or {})]:
             raise ValueError(f"engram_rows: layers {missing} are not given, and their tables are no parameters")
         inputs = [self.engram[str(n)](rows[n]) for n in layers]
@@ -281,6 +293,11 @@ class Model(nn.Module):
             rows = dict.fromkeys(text.engram_layer_ids, zeros)
         segment, delta = self.encode(state, batch, engram_rows=rows)
         return self.logits(self.decode(state.replace(memory=delta.memory), segment, engram_rows=rows).hidden)
+
+
+def split_of(settings: Settings, queries: int) -> Split:
+    """Which columns of a step of so many a device computes."""
+    return Split.of(settings.parallel, queries, settings.text.sliding_window)
 
 
 def begin_step(
@@ -312,7 +329,10 @@ def begin_step(
     else:
         entries, held = entries_at(ring, segment.start[:, None] - window + places[:window])
         local_valid = jnp.concatenate([held, valid], axis=1)
+    split = split_of(settings, queries)
+    own = split.own(positions)
     step = Step(
+        split=split,
         start=segment.start,
         count=segment.count,
         columns=columns,
@@ -325,9 +345,9 @@ def begin_step(
         read_table=read_table,
         local_valid=local_valid,
         order=order,
-        is_image=segment.is_image,
-        rope_window=rotary_table(positions, window_frequencies(settings.text)),
-        rope_csa=rotary_table(positions, csa_frequencies(settings.text)),
+        is_image=split.own(segment.is_image),
+        rope_window=rotary_table(own, window_frequencies(settings.text)),
+        rope_csa=rotary_table(own, csa_frequencies(settings.text)),
         tails=state.tails,
         engram=engram,
         forced=forced,
@@ -336,7 +356,10 @@ def begin_step(
 
 
 def first_flow(settings: Settings, state: ModelState, segment: Segment) -> Flow:
-    """The flow before the first layer of a stack: nothing selected, nothing tapped."""
+    """The flow before the first layer of a stack: nothing selected, nothing tapped.
+
+    The segment's streams and mix are of this device's columns.
+    """
     text, table = settings.text, settings.table
     batch, queries = segment.is_image.shape
     blocks = 0
@@ -350,5 +373,7 @@ def first_flow(settings: Settings, state: ModelState, segment: Segment) -> Flow:
         memory=state.memory,
         selection=jnp.full((batch, queries, text.index_topk), -1, jnp.int32),
         blocks=jnp.full((batch, queries, blocks), -1, jnp.int32),
-        taps=jnp.zeros((len(text.dspark_target_layer_ids), batch, queries, text.hidden_size), settings.dtype),
+        taps=jnp.zeros(
+            (len(text.dspark_target_layer_ids), batch, segment.streams.shape[1], text.hidden_size), settings.dtype
+        ),
     )

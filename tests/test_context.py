@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from dsv41.sharding import context
+from dsv41.sharding.best import best as best_of_lists
+from dsv41.sharding.best import best_blocks
 from dsv41.sharding.context import Share
 from dsv41.sharding.mesh import parse_preset
 from dsv41.sharding.parallel import SINGLE, Parallel
 from dsv41.sharding.rules import MeshError
+from dsv41.sharding.split import Split
 from pallas_kernels.formats import DenseFormat
 from pallas_kernels.index_select import BlockSelection
 from pallas_kernels.index_select.xla import choose_blocks
@@ -62,7 +65,7 @@ def test_shards_that_do_not_divide_the_pages_are_refused():
         context.page_blocks(8, 3)
 
 
-best = jax.jit(context.best, static_argnums=2)
+best = jax.jit(best_of_lists, static_argnums=2)
 
 
 @settings(deadline=None, max_examples=60)
@@ -94,7 +97,7 @@ def both(scores: jax.Array, visible: jax.Array, shards: int, page: int, block: i
         parts.append((entries, values, share.whole(blocks[0], page // block), maxima[0]))
     entries, values, blocks, maxima = (jnp.stack(leaves) for leaves in zip(*parts, strict=True))
     newest = jnp.where(visible > 0, (visible - 1) // block, -1)
-    joined = context.best(entries, values, most), context.best_blocks(blocks, maxima, newest, wanted.chosen(capacity))
+    joined = best_of_lists(entries, values, most), best_blocks(blocks, maxima, newest, wanted.chosen(capacity))
     return (jnp.where(whole[0] == -jnp.inf, -1, whole[1]), whole[0], whole[2][0], whole[3][0]), (*joined[0], *joined[1])
 
 
@@ -113,7 +116,7 @@ def test_joined_choices_are_those_of_the_whole(sizes: tuple, seed: int, spread: 
         np.testing.assert_array_equal(ours, wanted)
 
 
-BATCH, QUERIES, PAGES, PAGE, WINDOW, HEADS, WIDTH = 2, 5, 8, 4, 6, 2, 8
+BATCH, QUERIES, PAGES, PAGE, WINDOW, HEADS, WIDTH = 2, 8, 8, 4, 6, 2, 8
 BLOCKS, TOP_K = BlockSelection(2, 6), 7
 
 
@@ -123,8 +126,8 @@ def parallel_of(shards: int) -> Parallel:
 
 
 @functools.cache
-def outcome(shards: int) -> dict[str, np.ndarray]:
-    """Selection, reselection and attention over requests whose pages lie on so many devices.
+def outcome(shards: int, columns: bool = False) -> dict[str, np.ndarray]:
+    """Selection, reselection and attention over requests whose pages, and perhaps columns, lie on so many devices.
 
     Index scores are small integers: many tie, and no order of summation matters.
     """
@@ -141,7 +144,7 @@ def outcome(shards: int) -> dict[str, np.ndarray]:
         "local_valid": rng.random((BATCH, WINDOW + QUERIES)) < 0.8,
         "keys": integers(BATCH, capacity, WIDTH),
         "entries": normal(BATCH, capacity, WIDTH),
-        "visible": np.array([[0, 3, 17, 31, 99], [0, 1, 5, 12, 13]], np.int32),
+        "visible": np.array([[0, 3, 17, 31, 99, 32, 2, 8], [0, 1, 5, 12, 13, 13, 4, 7]], np.int32),
         "sink": normal(HEADS),
         # Page 2 of the first request is gone; the second one never had those behind its length.
         "dropped": np.array([[page == 2 for page in range(PAGES)], [page > 3 for page in range(PAGES)]]),
@@ -152,6 +155,7 @@ def outcome(shards: int) -> dict[str, np.ndarray]:
     for shard in range(shards):
         table[:, shard::shards] = shard * each + rng.permutation(each).reshape(BATCH, -1)
     parallel = parallel_of(shards)
+    split = Split.of(parallel, QUERIES, WINDOW) if columns else Split(parallel)
 
     def step(arrays: dict[str, jax.Array], table: jax.Array) -> dict[str, jax.Array]:
         held, _ = context.page_tables(parallel, table, each)
@@ -160,13 +164,14 @@ def outcome(shards: int) -> dict[str, np.ndarray]:
             for name in ("keys", "entries")
         )
         _, table = context.page_tables(parallel, jnp.where(arrays["dropped"], -1, table), each)
-        common = (parallel, arrays["index_queries"], arrays["weights"], keys, F32, table, arrays["visible"])
-        chosen = context.select(*common, TOP_K, BLOCKS)
-        alone = context.select(*common, TOP_K)
-        again, scores = context.reselect(*common, chosen.blocks, BLOCKS.size, 2 * TOP_K)
+        own = split.own((arrays["index_queries"], arrays["weights"]))
+        common = (split, *own, keys, F32, table, arrays["visible"])
+        chosen = split.whole(context.select(*common, TOP_K, BLOCKS))
+        alone = split.whole(context.select(*common, TOP_K).indices)
+        again, scores = split.whole(context.reselect(*common, chosen.blocks, BLOCKS.size, 2 * TOP_K))
         attended = context.attend(
-            parallel,
-            arrays["queries"],
+            split,
+            split.own(arrays["queries"]),
             F32.encode(arrays["local"]),
             F32,
             arrays["local_valid"],
@@ -179,7 +184,8 @@ def outcome(shards: int) -> dict[str, np.ndarray]:
             scale=WIDTH**-0.5,
             probability_dtype=jnp.float32,
         )
-        return {**chosen._asdict(), "alone": alone.indices, "again": again, "again_scores": scores, "out": attended}
+        attended = split.whole(attended)
+        return {**chosen._asdict(), "alone": alone, "again": again, "again_scores": scores, "out": attended}
 
     if shards > 1:
         spec = PartitionSpec()
@@ -187,9 +193,9 @@ def outcome(shards: int) -> dict[str, np.ndarray]:
     return jax.tree.map(np.asarray, jax.jit(step)(arrays, table))
 
 
-@pytest.mark.parametrize("shards", [2, 4, 8])
-def test_shards_choose_and_attend_as_one_device(shards: int):
-    ours, wanted = dict(outcome(shards)), dict(outcome(1))
+@pytest.mark.parametrize(("shards", "columns"), [(2, False), (8, False), (2, True), (8, True)])
+def test_shards_choose_and_attend_as_one_device(shards: int, columns: bool):
+    ours, wanted = dict(outcome(shards, columns)), dict(outcome(1))
     np.testing.assert_allclose(ours.pop("out"), wanted.pop("out"), rtol=0, atol=1e-6)
     assert ours.keys() == wanted.keys()
     for name, value in ours.items():

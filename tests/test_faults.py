@@ -18,6 +18,7 @@ from dsv41.layers.moe import Router, SharedExpert
 from dsv41.model import Model, TokenBatch
 from dsv41.numerics.rotary import csa_frequencies, rotary_table, rotate, window_frequencies
 from dsv41.settings import Settings
+from dsv41.sharding.split import WHOLE
 from dsv41.state.request import ModelState
 from dsv41.steps.decode import forward_tokens
 from dsv41.verification.capture import memory_of
@@ -344,7 +345,7 @@ def attention_alone(settings: Settings, kind: LayerKind, position: int, keep: st
     def step(positions: jax.Array) -> Step:
         rope = {n: rotary_table(positions, f) for n, f in tables.items()}
         rope = {n: t if n == keep else jax.tree.map(lambda x: x * jnp.nan, t) for n, t in rope.items()}
-        return Step(**nothing | rope | {"local_valid": jnp.arange(window + 1)[None] == window})
+        return Step(**nothing | rope | {"split": WHOLE, "local_valid": jnp.arange(window + 1)[None] == window})
 
     shapes = nn.meta.unbox(jax.eval_shape(lambda: layer.init(jax.random.key(0), x, None, inputs, step(positions))))
     params = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 10, s.dtype), shapes)

@@ -29,6 +29,7 @@ from dsv41.layers.moe import Router
 from dsv41.numerics.rotary import csa_frequencies, rotary_table, rotate, window_frequencies
 from dsv41.numerics.rounding import Formats, RoundingPolicy, straight_through
 from dsv41.settings import Settings
+from dsv41.sharding.split import WHOLE
 from dsv41.state.tail import Projections, advance_tails
 from pallas_kernels.formats import FP4_E4M3, FP4_E8M0, FP8_E8M0, DenseFormat
 from pallas_kernels.products import narrow
@@ -140,7 +141,7 @@ def _compress(settings: Settings, params: dict, x: jax.Array, start: jax.Array, 
     starts, counts = jnp.full(x.shape[0], start), jnp.full(x.shape[0], x.shape[1])
     tails = {2: jax.tree.map(lambda t: t[None], tail)}
     nothing = dict.fromkeys((field.name for field in dataclasses.fields(Step)), None)
-    step = Step(**nothing | {"start": starts, "count": counts, "tails": tails})
+    step = Step(**nothing | {"split": WHOLE, "start": starts, "count": counts, "tails": tails})
     inputs = LayerInputs(None, jnp.int32(0), None, None, None)
     groups = Compressor(settings, 2).apply({"params": params}, x, inputs, step)
     new = {2: jax.tree.map(lambda t: t[None], groups.projections)}

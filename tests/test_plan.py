@@ -229,6 +229,33 @@ def test_sums_over_tensor_and_merges_over_context():
     assert items["rings"] == planned(ONE).ledger.items["rings"]
 
 
+def test_a_long_chunk_is_split_over_the_context():
+    """A quarter of its columns on each of four devices; what attention needs of them crosses."""
+    mesh = parse_preset("context", {"axes": {"context": 4}})
+    one, items = planned(ONE, "prefill").ledger.items, planned(mesh, "prefill").ledger.items
+    for item in ("experts", "dense weights", "Engram"):
+        assert items[item].operations == one[item].operations / 4
+    assert items["streams"].moved == one["streams"].moved / 4
+    assert items["new entries"].moved < one["new entries"].moved
+    # Three of its layers select; to all go queries, and chosen entries' numbers; candidates go to the query's device.
+    query, chosen = 32 * (128 * 2 + 4), 512
+    gathered = 2 * 3 * 256
+    assert items["index keys"].links == 3 * (gathered * (query + chosen * 4) + 2 * 3 / 4 * 1024 * chosen * 8)
+    # Eighteen attend to pages: queries go to all, sums of values and denominators come back, maxima are everybody's.
+    merged = 2 * 3 / 4 * 1024 * 64 * (512 + 1) * 4 + 4 * 3 / 4 * 1024 * 64 * 4
+    assert items["selected entries"].links == 18 * (gathered * 64 * 512 * 2 + merged)
+    assert items["rings"].links == 20 * gathered * 528
+    assert items["rings"].operations == one["rings"].operations * (18 + 2 / 4) / 20
+    assert items["streams"].links == gathered * 4 * (5120 * 2 + 4)
+    assert items["new entries"].links == gathered * (3 * 512 * 2 * 4 + 512 * 2)
+    assert items["Engram"].links == 2 * gathered * 24 * 264
+    # Short chunks, and those that four do not divide, are computed whole.
+    for chunk in (128, 1022):
+        whole = planned(mesh, "prefill", chunk=chunk).ledger.items
+        assert whole["experts"] == planned(ONE, "prefill", chunk=chunk).ledger.items["experts"]
+        assert whole["streams"].links == 0
+
+
 def test_devices_share_the_operations_of_the_experts():
     one = planned(ONE, batch=256).ledger.items
     for axes in ({"expert": 8}, {"expert": 64, "tensor": 2}, {"data": 2, "expert": 4}):

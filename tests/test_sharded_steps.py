@@ -1,4 +1,7 @@
-"""Steps on meshes of eight pretended devices, against the same steps on one."""
+"""Steps on meshes of eight pretended devices, against the same steps on one.
+
+The chunks are longer than the window: where the context is divided, so are they.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from dsv41.sharding.mesh import parse_preset
 from dsv41.state.request import ModelState, create_state
 from dsv41.steps.decode import decode_step
 from dsv41.steps.prefill import exact_chunk
-from tests.helpers import random_model
+from tests.helpers import assert_close, owned, poison_contents, random_model
 
 # mini8 with as many heads, groups and experts as eight devices want, in a layout that is quick to compile.
 WIDE = {
@@ -41,6 +44,8 @@ MESHES = (
     {"context": 2},
     {"data": 2, "context": 2, "tensor": 2},
 )
+# Live tokens of two chunks. The first one leaves open groups of two; those of the second begin and end in any column.
+COUNTS = ([CHUNK, 1, 7, 20, 31, 16, 2, 9], [5, CHUNK, 31, 18, 0, 17, CHUNK, 30])
 
 
 def meshed(model: Model, axes: dict[str, int], dispatch: str = "auto") -> Model:
@@ -77,24 +82,45 @@ def fresh(model: Model) -> ModelState:
     return state.replace(page_table=jnp.asarray(table.reshape(SLOTS, TABLE_PAGES)))
 
 
+def requests_of(model: Model, state: ModelState) -> list[dict[str, np.ndarray]]:
+    """What every request owns, wherever it lies."""
+    shards = model.settings.parallel.parts("batch")
+    state = jax.tree.map(np.asarray, state)
+    pools = np.repeat(np.arange(shards), SLOTS // shards)[:, None] * (SLOTS // shards * TABLE_PAGES)
+    state = state.replace(page_table=state.page_table + pools)
+    return [owned(state, slot) for slot in range(SLOTS)]
+
+
 @functools.cache
-def rollout(model: Model, variables_of: tuple) -> list[np.ndarray]:
-    """Logits of a chunk of every request and of some decode steps, one request inactive in between."""
+def rollout(model: Model, variables_of: tuple) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
+    """Two chunks of every request with some decode steps between, in each of which a request is inactive.
+
+    Returns:
+      the logits, and what the requests own in the end.
+    """
     variables = dict(variables_of[0].value)
     state = fresh(model)
+    if model.settings.parallel.mesh is not None:  # the one device that they are compared with never saw a NaN
+        state = poison_contents(state)
     rng = np.random.default_rng(0)
     vocab = model.settings.text.vocab_size
-    count = np.array([CHUNK, 1, 7, 20, 31, 16, 2, 9], np.int32)
     shards = model.settings.parallel.parts("batch")
     rows = np.tile(np.arange(SLOTS // shards, dtype=np.int32), shards)
-    batch = TokenBatch(rng.integers(0, vocab, (SLOTS, CHUNK)).astype(np.int32), count)
-    state, logits, _ = exact_chunk(model, variables, state, rows, batch)
-    out = [np.asarray(logits)]
+    out: list[np.ndarray] = []
+
+    def chunk(state: ModelState, count: list[int]) -> ModelState:
+        batch = TokenBatch(rng.integers(0, vocab, (SLOTS, CHUNK)).astype(np.int32), np.array(count, np.int32))
+        state, logits, _ = exact_chunk(model, variables, state, rows, batch)
+        out.append(np.asarray(logits)[np.array(count) > 0])
+        return state
+
+    state = chunk(state, COUNTS[0])
     for i in range(STEPS):
         active = np.arange(SLOTS) != i
         state, logits = decode_step(model, variables, state, rng.integers(0, vocab, SLOTS).astype(np.int32), active)
         out.append(np.asarray(logits)[active])
-    return out
+    state = chunk(state, COUNTS[1])
+    return out, requests_of(model, state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,15 +136,18 @@ def wide() -> tuple[Model, dict]:
 
 
 @pytest.fixture(scope="module")
-def single(wide) -> list[np.ndarray]:
+def single(wide) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
     model, variables = wide
     return rollout(model, (Held(variables),))
 
 
-def same_as(single: list[np.ndarray], model: Model, variables: dict):
-    for ours, wanted in zip(rollout(model, (Held(divided(model, variables)),)), single, strict=True):
+def same_as(single: tuple, model: Model, variables: dict):
+    logits, requests = rollout(model, (Held(divided(model, variables)),))
+    for ours, wanted in zip(logits, single[0], strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4)
         np.testing.assert_array_equal(ours.argmax(-1), wanted.argmax(-1))
+    for ours, wanted in zip(requests, single[1], strict=True):
+        assert_close(ours, wanted)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{a}{n}" for a, n in axes.items()))

@@ -28,7 +28,7 @@ from pallas_kernels.sparse_attention.partial import SINK_MARGIN
 
 
 class AttentionOutput(NamedTuple):
-    """Output ``[batch, query, d]`` and the window entries ``[batch, query, width']`` of the step's tokens."""
+    """Output ``[batch, query, d]`` of this device's columns; window entries ``[batch, query, width']`` of all."""
 
     y: jax.Array
     entries: Packed
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         """Full layers: appends the entries that the step's tokens complete.
 
         Args:
-          x: the layer's normalised input ``[batch, query, d]``.
+          x: the layer's normalised input ``[batch, query, d]``, of this device's columns.
 
         Returns:
           the flow with its memory extended, and the tokens' projections for the tail (None for ratio 1).
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         """Attends from the step's tokens.
 
         Args:
-          x: the layer's normalised input ``[batch, query, d]``.
+          x: the layer's normalised input ``[batch, query, d]``, of this device's columns.
           flow: carries the memory and the selection of the last index source.
 
         Returns:
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         text, formats = self.settings.text, self.settings.formats
         rope = step.rope_window if self.kind.mode is Mode.WINDOW else step.rope_csa
         queries, low_rank = self.queries(x, rope)
-        entries = self.window_entries(x, rope)
+        entries = step.split.whole(self.window_entries(x, rope))
 
         scores = None
         if self.kind.selects:
@@ -132,7 +132,7 @@ class Attention(nn.Module):
             step.reach,
         )
         static = {"window": text.sliding_window, "scale": text.head_dim**-0.5, "probability_dtype": self.settings.dtype}
-        heads = context.attend(self.settings.parallel, *arguments, **static)
+        heads = context.attend(step.split, *arguments, **static)
         if scores is not None and self.is_mutable_collection("divergence"):
             self.sow("divergence", "total", self._divergence(scores, arguments, static))
         return flow, AttentionOutput(self.output(heads, rope), entries)

@@ -76,7 +76,8 @@ class Block(nn.Module):
 
         update = Update(attended.y, c.post, c.comb)
         streams, x, c = cross(flow.streams, c.pre, self.hc_ffn, self.ffn_norm, update)
-        y, routing = self.ffn(x, step.is_image, step.valid, experts, inputs.expert_slot)
+        valid = step.split.own(step.valid)
+        y, routing = self.ffn(x, step.is_image, valid, experts, inputs.expert_slot)
         flow = flow.replace(streams=update_streams(streams, y, c), mix=c.pre)
         self.sow("intermediates", "ffn_out", y)
         self.sow("intermediates", "router_idx", routing.experts)

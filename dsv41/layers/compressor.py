@@ -50,11 +50,15 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(self.settings, text.head_dim, "head_dim")
 
     def __call__(self, x: jax.Array, inputs: LayerInputs, step: Step) -> Groups:
-        """Latents of the groups that the step's tokens ``[batch, query, d]`` complete or enter."""
+        """Latents of the groups that the step's tokens complete or enter.
+
+        Args:
+          x: ``[batch, query, d]``, of this device's columns. A group may begin in one device's and end in the next's.
+        """
         if self.ratio == 1:
-            first, projections, latents = step.start, None, self.norm(self.wkv(x))
+            first, projections, latents = step.start, None, step.split.whole(self.norm(self.wkv(x)))
         else:
-            projections = Projections(self.wkv(x), self.wgate(x))
+            projections = step.split.whole(Projections(self.wkv(x), self.wgate(x)))
             tail = jax.tree.map(lambda t: t[inputs.source_slot], step.tails[self.ratio])
             first, members = gather_groups(tail, projections, step.start, self.ratio)
             pooled = jnp.sum(nn.softmax(members.gate, axis=2) * members.kv, axis=2)

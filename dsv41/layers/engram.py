@@ -57,10 +57,14 @@ class TableParameter(nn.Module):
             self.weight = declare(self, "weight", (self.rows, width), self.settings.dtype, axes)
             self.scale = None
 
-    def __call__(self, ids: jax.Array) -> Packed:
-        """Rows of ids ``[...]``, as stored: leaves ``[..., width']``."""
-        table = Packed(self.weight, self.scale)
-        return table.map(lambda leaf: self.settings.parallel.rows(leaf, ids, "engram_rows", spread="batch"))
+    def __call__(self, ids: jax.Array, split: tuple[str, ...] = ()) -> Packed:
+        """Rows of ids ``[batch, query, ...]``, as stored: leaves ``[..., width']``.
+
+        ``split``: mesh axes that divide the queries (:attr:`~dsv41.sharding.split.Split.places`).
+        """
+        parallel = self.settings.parallel
+        spread = (*parallel.places("batch"), *split)
+        return Packed(self.weight, self.scale).map(lambda leaf: parallel.rows(leaf, ids, "engram_rows", spread))
 
 
 class Engram(nn.Module):

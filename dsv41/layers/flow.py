@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dsv41.layers.engram import EngramInputs
+from dsv41.sharding.split import WHOLE, Split
 from dsv41.state.memory import Memory
 from dsv41.state.tail import Projections, Tails
 from pallas_kernels.formats import Packed
@@ -19,12 +20,13 @@ class Flow:
     """Carried from layer to layer.
 
     Attributes:
-      streams: ``[batch, query, C, d]`` in the activation dtype.
-      mix: ``[batch, query, C]`` float32, predicted by the last sub-layer for the next.
+      streams: ``[batch, query, C, d]`` in the activation dtype, of this device's columns (:class:`Split`).
+      mix: ``[batch, query, C]`` float32, predicted by the last sub-layer for the next, of the same columns.
       memory: the global memory; encoder layers extend it, decoder layers only read it.
-      selection: entries chosen by the last index source, int32 ``[batch, query, index_topk]``, −1 = none.
-      blocks: candidate blocks of the pool's source, int32 ``[batch, query, blocks]``, −1 = none.
-      taps: what DSpark reads: ``[target layers, batch, query, d]``.
+      selection: entries chosen by the last index source, int32 ``[batch, query, index_topk]``, −1 = none; of all
+        columns, as every shard of the context looks some of them up.
+      blocks: candidate blocks of the pool's source, int32 ``[batch, query, blocks]``, −1 = none; of all columns.
+      taps: what DSpark reads: ``[target layers, batch, query, d]``, of this device's columns.
     """
 
     streams: jax.Array
@@ -88,9 +90,10 @@ class ForcedSelection:
 
 @struct.dataclass
 class Step:
-    """Shared by all layers of one step.
+    """Shared by all layers of one step; of all columns where nothing else is said.
 
     Attributes:
+      split: which of the columns this device computes.
       start: int32 ``[batch]``, position of the first token of each row.
       count: int32 ``[batch]``, live tokens of each row; the rest of the row is padding.
       columns: int32 ``[batch, query]``, places of the tokens in their rows' memory.
@@ -104,12 +107,12 @@ class Step:
       order: int32 ``[batch, W + query]``, in a short step: the place in [ring ‖ step] of what stands in each column.
         Position p stands in column p mod (W + query), so that sums over the window round alike wherever in the step a
         token stands. None in a long step, whose columns are in order.
-      is_image: bool ``[batch, query]``, positions of image spans.
+      is_image: bool ``[batch, query]``, positions of image spans; this device's.
       documents: int32 ``[batch, query]``, columns at which the tokens' texts begin; None in rows of one text.
       reach: int32 ``[batch, query]``, how many window entries each token sees; None: all.
-      rope_window, rope_csa: rotary tables of the positions, ``[batch, query, R/2]`` each.
+      rope_window, rope_csa: rotary tables of this device's positions, ``[batch, query, R/2]`` each.
       tails: compressor tails before the step.
-      engram: keys and values of all Engram layers, stacked; None without Engram.
+      engram: keys and values of all Engram layers, stacked, of this device's columns; None without Engram.
       forced: see :class:`ForcedSelection`.
     """
 
@@ -131,6 +134,7 @@ class Step:
     forced: ForcedSelection | None = None
     documents: jax.Array | None = None
     reach: jax.Array | None = None
+    split: Split = struct.field(pytree_node=False, default=WHOLE)
 
     def visible(self, ratio: int) -> tuple[jax.Array, jax.Array | None]:
         """The entries of a source of this ratio that each token may choose: from the second up to below the first.

@@ -57,7 +57,8 @@ class Indexer(nn.Module):
         """Chooses the best visible entries (inside the pool, for a Reindex layer above the pool's source).
 
         Args:
-          x: the layer's normalised input ``[batch, query, d]``; low_rank: its query latent [.., q_lora].
+          x: the layer's normalised input ``[batch, query, d]``; low_rank: its query latent [.., q_lora]; both of this
+            device's columns.
 
         Returns:
           the flow with the new selection and, from the pool's source, the new candidate blocks; and what they were
@@ -67,7 +68,7 @@ class Indexer(nn.Module):
         queries, weights = self.queries(x, low_rank, step)
         pool, page_table = source_view(flow.memory[self.kind.ratio].index, step.read_table, inputs.source_slot)
         visible, first = step.visible(self.kind.ratio)
-        common = (self.settings.parallel, queries, weights, pool, fmt, page_table, visible)
+        common = (step.split, queries, weights, pool, fmt, page_table, visible)
         blocks = flow.blocks
         if self.kind.uses_pool:
             entries, _ = context.reselect(*common, blocks, text.candidate_block_size, text.index_topk, first)
@@ -77,9 +78,9 @@ class Indexer(nn.Module):
             entries = chosen.indices
             if self.kind.makes_pool:
                 blocks = chosen.blocks
-        entries = choice(entries)
+        entries = choice(step.split.whole(entries))
         if self.kind.makes_pool:
-            blocks = choice(blocks)
+            blocks = choice(step.split.whole(blocks))
         self.sow("intermediates", "index_queries", queries)
         self.sow("intermediates", "index_weights", weights)
         self.sow("intermediates", "topk", entries)

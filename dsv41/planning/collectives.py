@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dsv41.planning.spread import all_gather, all_reduce
+from dsv41.planning.spread import all_gather, all_reduce, exchange
 
 
 class Collective(NamedTuple):
@@ -49,7 +49,7 @@ def collectives(jaxpr: Any, sizes: Mapping[str, int]) -> list[Collective]:
       sizes: of the mesh's axes.
     """
     totals: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
-    for equation, times in _equations(jaxpr, 1):
+    for equation, times in equations(jaxpr, 1):
         kind = _KINDS.get(equation.primitive.name)
         if kind is None:
             continue
@@ -86,12 +86,12 @@ def moved(kind: str, operand: float, parts: int) -> float:
         return all_reduce(operand, parts)
     if kind == "permute":
         return 2 * operand
-    return 2 * (parts - 1) / parts * operand
+    return exchange(operand, parts)
 
 
 def _branch(branches: tuple[Any, ...]) -> Any:
     """The branch that a TPU takes where platforms differ: it has the ragged collectives. Else the last."""
-    ragged = (b for b in branches if any(e.primitive.name == "ragged_all_to_all" for e, _ in _equations(b, 1)))
+    ragged = (b for b in branches if any(e.primitive.name == "ragged_all_to_all" for e, _ in equations(b, 1)))
     return next(ragged, branches[-1])
 
 
@@ -100,15 +100,15 @@ def _axes(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, (tuple, list)) else (names,)
 
 
-def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+def equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
     """Every equation of a program and of those inside it, with how often it runs; of branches one counts."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation, times
         if equation.primitive.name == "scan":
-            yield from _equations(equation.params["jaxpr"], times * equation.params["length"])
+            yield from equations(equation.params["jaxpr"], times * equation.params["length"])
         elif equation.primitive.name == "cond":
-            yield from _equations(_branch(equation.params["branches"]), times)
+            yield from equations(_branch(equation.params["branches"]), times)
         elif equation.primitive.name != "pallas_call":
             for inner in equation.params.values():
                 if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
-                    yield from _equations(inner, times)
+                    yield from equations(inner, times)

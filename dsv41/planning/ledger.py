@@ -8,6 +8,8 @@ but no more than there are. Streams are read and written once at each sub-layer,
 
 On a mesh, requests and pages lie as the rules say and everything else is replicated: devices that share a request's
 tokens repeat what is not split. Index queries of all heads are gathered, and a device scans its own pages with them.
+Columns of a long chunk are split over the context (:mod:`dsv41.sharding.split`): a device has its own in all but the
+attention to pages, which it does for all columns, window included.
 Values and sums cross in the activation dtype; the experts' sums and what softmax and head make, as float32.
 """
 
@@ -18,7 +20,7 @@ from typing import NamedTuple
 from dsv41.layer_table import Mode
 from dsv41.planning.memory import engram_layers, engram_row_bytes, global_entry_bytes
 from dsv41.planning.parameters import Held
-from dsv41.planning.spread import Spread, all_gather, all_reduce
+from dsv41.planning.spread import Columns, Spread, all_gather, all_reduce, exchange
 from dsv41.planning.steps import Step
 from dsv41.settings import Settings
 from dsv41.sharding.exchange import share
@@ -27,6 +29,7 @@ from dsv41.sharding.experts import dispatch
 _FLOAT = 4
 # What goes with a candidate that crosses devices, and with a token that goes to an expert: a number and a weight.
 _CANDIDATE = _CHOICE = 8
+_NUMBER = 4
 
 
 class Work(NamedTuple):
@@ -66,17 +69,18 @@ def step_ledger(settings: Settings, held: tuple[Held, ...], spread: Spread, step
       requests: of this device.
     """
     backbone = [part for part in held if not part.parameter.drafter and _runs(settings, step, part)]
-    experts, way = _experts(settings, backbone, spread, step, requests)
+    columns = Columns.of(spread, requests, step.queries, settings.text.sliding_window)
+    experts, way = _experts(settings, backbone, spread, step, columns)
     items = {
         "experts": experts,
-        "dense weights": _dense(settings, backbone, spread, step, requests),
-        "index keys": _index(settings, spread, step, requests),
-        "selected entries": _selected(settings, spread, step, requests),
-        "rings": _rings(settings, spread, step, requests),
-        "streams": Work(_crossed(settings, requests * step.queries, len(step.layers(settings.table)))),
-        "Engram": _engram(settings, backbone, spread, step, requests),
-        "embedding and head": _ends(settings, backbone, spread, step, requests),
-        "new entries": Work(_written(settings, spread, step, requests)),
+        "dense weights": _dense(settings, backbone, spread, step, columns),
+        "index keys": _index(settings, spread, step, requests, columns),
+        "selected entries": _selected(settings, spread, step, requests, columns),
+        "rings": _rings(settings, spread, step, requests, columns),
+        "streams": _streams(settings, step, columns),
+        "Engram": _engram(settings, backbone, spread, step, columns),
+        "embedding and head": _ends(settings, backbone, spread, step, requests, columns),
+        "new entries": _written(settings, spread, step, requests, columns),
     }
     if step.drafts:
         drafter = [part for part in held if part.parameter.drafter]
@@ -103,10 +107,12 @@ def _products(parts: list[Held], spread: Spread, tokens: int) -> float:
     return sum(2 * tokens * spread.gathered(part.parameter.axes) * part.matrix for part in parts)
 
 
-def _experts(settings: Settings, parts: list[Held], spread: Spread, step: Step, requests: int) -> tuple[Work, Dispatch]:
+def _experts(
+    settings: Settings, parts: list[Held], spread: Spread, step: Step, columns: Columns
+) -> tuple[Work, Dispatch]:
     text, layers = settings.text, len(step.layers(settings.table))
     routed = [part for part in parts if part.parameter.routed]
-    tokens = requests * step.queries
+    tokens = columns.tokens
     chosen, count = text.num_experts_per_tok, text.n_routed_experts
     moved = sum(part.nbytes for part in routed) * touched(chosen, count, tokens * spread.dispatch)
     operations = _products(routed, spread, tokens) * chosen / count
@@ -128,11 +134,11 @@ def touched(chosen: int, count: int, tokens: int) -> float:
     return 1 - (1 - chosen / count) ** tokens
 
 
-def _dense(settings: Settings, parts: list[Held], spread: Spread, step: Step, requests: int) -> Work:
+def _dense(settings: Settings, parts: list[Held], spread: Spread, step: Step, columns: Columns) -> Work:
     """Attention, routers, shared experts, mixing and norms; sums over heads and over the feed-forward columns."""
     others = [part for part in parts if not (part.parameter.routed or _is_engram(part))]
     own = [part for part in others if part.parameter.module not in ("embed", "head")]
-    tokens, layers = requests * step.queries, len(step.layers(settings.table))
+    tokens, layers = columns.tokens, len(step.layers(settings.table))
     output = layers * tokens * settings.text.hidden_size * settings.dtype.itemsize
     links = all_reduce(output, spread.heads) + all_reduce(output, spread.reduced)
     return Work(sum(part.nbytes for part in own), _products(own, spread, tokens), links)
@@ -142,8 +148,8 @@ def _is_engram(held: Held) -> bool:
     return held.parameter.module.startswith("engram.")
 
 
-def _index(settings: Settings, spread: Spread, step: Step, requests: int) -> Work:
-    text, formats, tokens = settings.text, settings.formats, requests * step.queries
+def _index(settings: Settings, spread: Spread, step: Step, requests: int, columns: Columns) -> Work:
+    text, formats = settings.text, settings.formats
     wide = text.index_n_heads * text.index_head_dim
     total = Work()
     for layer in step.layers(settings.table):
@@ -154,19 +160,25 @@ def _index(settings: Settings, spread: Spread, step: Step, requests: int) -> Wor
         scanned = step.mean_visible(ratio, pool if layer.kind.uses_pool else step.entries(ratio))
         read = min(step.queries * scanned, step.entries(ratio))
         query = (text.index_head_dim * settings.dtype.itemsize + _FLOAT) * text.index_n_heads
-        candidates = text.index_topk * _CANDIDATE
-        if layer.kind.makes_pool:
-            candidates += text.candidate_topk_blocks * _CANDIDATE
+        chosen = text.index_topk + (text.candidate_topk_blocks if layer.kind.makes_pool else 0)
+        links = all_gather(columns.tokens * query / spread.heads, spread.heads)
+        if columns.parts == 1:
+            links += all_gather(columns.tokens * chosen * _CANDIDATE, spread.pages)
+        else:
+            # Queries go to every shard's pages, candidates to the queries' shard, and what it chose to all.
+            if spread.pages > 1:
+                links += columns.gathered(query) + exchange(columns.all * chosen * _CANDIDATE, spread.pages)
+            links += columns.gathered(chosen * _NUMBER)
         total += Work(
             requests * read * formats.index_keys.entry_bytes(text.index_head_dim) / spread.pages,
-            tokens * 2 * wide * scanned / spread.pages,
-            all_gather(tokens * query / spread.heads, spread.heads) + all_gather(tokens * candidates, spread.pages),
+            columns.attended * 2 * wide * scanned / spread.pages,
+            links,
         )
     return total
 
 
-def _selected(settings: Settings, spread: Spread, step: Step, requests: int) -> Work:
-    text, tokens, heads = settings.text, requests * step.queries, settings.text.num_attention_heads / spread.heads
+def _selected(settings: Settings, spread: Spread, step: Step, requests: int, columns: Columns) -> Work:
+    text, heads = settings.text, settings.text.num_attention_heads / spread.heads
     entry = settings.formats.main_kv.entry_bytes(text.head_dim)
     total = Work()
     for layer in step.layers(settings.table):
@@ -174,24 +186,49 @@ def _selected(settings: Settings, spread: Spread, step: Step, requests: int) -> 
             continue
         chosen = step.mean_visible(layer.kind.ratio, text.index_topk)
         read = min(step.queries * chosen, step.entries(layer.kind.ratio))
-        # Each device's own softmax: a sum of values, a maximum and a denominator for every head.
-        partial = tokens * heads * (text.head_dim + 2) * _FLOAT
         total += Work(
             requests * read * entry / spread.pages,
-            tokens * 4 * heads * text.head_dim * chosen / spread.pages,
-            all_reduce(partial, spread.pages),
+            columns.attended * 4 * heads * text.head_dim * chosen / spread.pages,
+            _merged(settings, spread, heads, columns),
         )
     return total
 
 
-def _rings(settings: Settings, spread: Spread, step: Step, requests: int) -> Work:
-    text, layers = settings.text, len(step.layers(settings.table))
+def _merged(settings: Settings, spread: Spread, heads: float, columns: Columns) -> float:
+    """Link bytes of joining the shards' softmaxes: a maximum, a denominator and a sum of values for every head."""
+    width = settings.text.head_dim
+    if spread.pages == 1:
+        return 0.0
+    if columns.parts == 1:
+        return all_reduce(columns.all * heads * (width + 2) * _FLOAT, spread.pages)
+    links = columns.gathered(heads * width * settings.dtype.itemsize)
+    links += all_reduce(columns.all * heads * _FLOAT, spread.pages)
+    return links + exchange(columns.all * heads * (width + 1) * _FLOAT, spread.pages)
+
+
+def _rings(settings: Settings, spread: Spread, step: Step, requests: int, columns: Columns) -> Work:
+    text, layers = settings.text, step.layers(settings.table)
     entry = settings.formats.window.entry_bytes(text.head_dim)
     seen = step.mean_visible(1, text.sliding_window)
     heads = text.num_attention_heads / spread.heads
-    read = min(text.sliding_window + step.queries - 1, step.history + step.queries)
-    operations = requests * step.queries * 4 * heads * text.head_dim * seen
-    return Work(layers * requests * read * entry, layers * operations)
+    total = Work()
+    for layer in layers:
+        tokens = columns.tokens if layer.kind.mode is Mode.WINDOW else columns.attended
+        read = min(text.sliding_window + tokens // requests - 1, step.history + step.queries)
+        operations = tokens * 4 * heads * text.head_dim * seen
+        total += Work(requests * read * entry, operations, columns.gathered(entry))
+    return total
+
+
+def _streams(settings: Settings, step: Step, columns: Columns) -> Work:
+    """The streams at the sub-layers, and at the end of a stack what leaves it: gathered."""
+    text, size = settings.text, settings.dtype.itemsize
+    links = 0.0
+    if step.encoder:
+        links += columns.gathered(text.hc_mult * (text.hidden_size * size + _FLOAT))
+    if step.decoder:
+        links += columns.gathered((1 + len(text.dspark_target_layer_ids)) * text.hidden_size * size)
+    return Work(_crossed(settings, columns.tokens, len(step.layers(settings.table))), 0.0, links)
 
 
 def _crossed(settings: Settings, tokens: int, layers: int) -> float:
@@ -200,24 +237,25 @@ def _crossed(settings: Settings, tokens: int, layers: int) -> float:
     return 2 * layers * tokens * (2 * text.hc_mult + 2) * text.hidden_size * settings.dtype.itemsize
 
 
-def _engram(settings: Settings, parts: list[Held], spread: Spread, step: Step, requests: int) -> Work:
+def _engram(settings: Settings, parts: list[Held], spread: Spread, step: Step, columns: Columns) -> Work:
     """Rows of the tables, wherever they lie, and their projections.
 
     On a mesh every device looks all requests' rows up in its part, and what they found is added up where it belongs
     (:meth:`dsv41.sharding.parallel.Parallel.rows`).
     """
-    tokens = requests * step.queries
+    tokens = columns.tokens
     rows = engram_layers(settings, step) * tokens * engram_row_bytes(settings)
     own = [part for part in parts if _is_engram(part) and part.parameter.module != "engram.embed"]
     links = 0.0
     if settings.engram_in_step and spread.rows > 1:
-        links = all_gather(rows, spread.batch) + all_reduce(rows, spread.shared_rows)
+        asking = spread.chunk_rows if columns.parts > 1 else 1
+        links = all_gather(rows, spread.batch * asking) + all_reduce(rows, spread.shared_rows // asking)
     return Work(sum(part.nbytes for part in own) + rows, _products(own, spread, tokens), links)
 
 
-def _ends(settings: Settings, parts: list[Held], spread: Spread, step: Step, requests: int) -> Work:
+def _ends(settings: Settings, parts: list[Held], spread: Spread, step: Step, requests: int, columns: Columns) -> Work:
     """Embedded rows on the way in, the head on the way out."""
-    text, tokens, total = settings.text, requests * step.queries, Work()
+    text, tokens, total = settings.text, columns.tokens, Work()
     if step.encoder:
         rows = tokens * text.hidden_size * settings.dtype.itemsize
         total += Work(rows / spread.vocab, 0.0, all_reduce(rows, spread.vocab))
@@ -232,14 +270,18 @@ def _head(vocabulary: int, head: Held, spread: Spread, tokens: int) -> Work:
     return Work(head.nbytes, _products([head], spread, tokens), all_gather(logits, spread.vocab))
 
 
-def _written(settings: Settings, spread: Spread, step: Step, requests: int) -> float:
-    """Bytes of new entries: of every layer's window, and of the global memory where the encoder runs."""
+def _written(settings: Settings, spread: Spread, step: Step, requests: int, columns: Columns) -> Work:
+    """New entries: of every layer's window, and of the global memory where the encoder runs."""
     text, formats, table = settings.text, settings.formats, settings.table
     window = len(step.layers(table)) * step.queries * formats.window.entry_bytes(text.head_dim)
     if not step.encoder:
-        return requests * window
-    made = sum(step.queries / table.layers[source].kind.ratio for source in table.kv_sources)
-    return requests * (window + made * global_entry_bytes(settings) / spread.pages)
+        return Work(requests * window)
+    ratios = [table.layers[source].kind.ratio for source in table.kv_sources]
+    made = sum(step.queries / ratio for ratio in ratios)
+    # Before tokens are compressed: a value and a gate of each where several become one entry.
+    token = sum(text.head_dim * (2 * _FLOAT if ratio > 1 else settings.dtype.itemsize) for ratio in ratios)
+    moved = requests * (window + made * global_entry_bytes(settings) / spread.pages)
+    return Work(moved, 0.0, columns.gathered(token))
 
 
 def _drafter(settings: Settings, parts: list[Held], head: Held, spread: Spread, requests: int) -> Work:

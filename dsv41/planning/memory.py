@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv41.planning.parameters import Held
-from dsv41.planning.spread import Spread
+from dsv41.planning.spread import Columns, Spread
 from dsv41.planning.steps import Step
 from dsv41.settings import Settings
 from dsv41.sharding.chips import Chip
@@ -115,19 +115,29 @@ def temporary_bytes(settings: Settings, spread: Spread, step: Step, requests: in
 
     Streams around a sub-layer, the wide values inside one (queries and heads, or rows of other devices with their sums
     and inner values), Engram's rows, window entries put in order before the layers and the new ones after them, logits,
-    and what single operations tile to.
+    and what single operations tile to. At the end of a split chunk its streams are gathered.
     """
     text, size, layers = settings.text, settings.dtype.itemsize, step.layers(settings.table)
-    tokens = requests * step.queries
-    streams = _STREAM_COPIES * tokens * text.hc_mult * text.hidden_size * size
-    attention = 2 * tokens * text.num_attention_heads * text.head_dim // spread.heads * size
+    tokens, parts, _ = Columns.of(spread, requests, step.queries, text.sliding_window)
+    stream = tokens * text.hc_mult * text.hidden_size * size
     engram = engram_layers(settings, step) * tokens * engram_row_bytes(settings)
     entry = settings.formats.window.entry_bytes(text.head_dim)
     entries = len(layers) * requests * (text.sliding_window + 2 * step.queries) * entry
     logits = 2 * step.logits * requests * text.vocab_size // spread.vocab * _FLOAT
-    inside = max(attention, _expert_bytes(settings, spread, tokens), engram)
+    attention = _attention_bytes(settings, spread, tokens, parts)
+    inside = _STREAM_COPIES * stream + max(attention, _expert_bytes(settings, spread, tokens), engram)
+    streams = max(inside, (1 + parts) * stream if parts > 1 and step.encoder else 0)
     relaid = _relaid_bytes(settings, chip, -(-requests * context // spread.pages))
-    return streams + inside + entries + logits + relaid + _TEMPORARIES * TEMPORARY_BYTES
+    return streams + entries + logits + relaid + _TEMPORARIES * TEMPORARY_BYTES
+
+
+def _attention_bytes(settings: Settings, spread: Spread, tokens: int, parts: int) -> int:
+    """Queries and heads' outputs; where pages are divided, those of all columns, with sums in float32 to be joined."""
+    text, size = settings.text, settings.dtype.itemsize
+    values = tokens * text.num_attention_heads * text.head_dim // spread.heads
+    if spread.pages == 1:
+        return 2 * values * size
+    return values * (size + _FLOAT) + parts * values * (size + 2 * _FLOAT)
 
 
 def _relaid_bytes(settings: Settings, chip: Chip, tokens: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from dsv41.sharding.mesh import MeshPreset
 from dsv41.sharding.rules import partition
@@ -16,6 +17,7 @@ class Spread:
       experts: parts of the routed experts.
       dispatch: parts of the requests between which tokens travel to their experts.
       pages: parts of one request's pages.
+      chunk, chunk_rows: parts of the columns of a long chunk, and those of them that divide Engram's rows too.
       heads, vocab, inner: parts of the heads, of the vocabulary and of an expert's inner values.
       rows, shared_rows: parts of Engram's rows, and those of them that hold the same requests.
       reduced: parts whose sums of one token's feed-forward output must be added up.
@@ -28,6 +30,8 @@ class Spread:
         self.experts = self._parts(experts)
         self.dispatch = self._parts(batch & experts)
         self.pages = self._parts(self._axes("pages") - batch)
+        self.chunk = self._parts(self._axes("chunk"))
+        self.chunk_rows = self._parts(self._axes("chunk") & self._axes("engram_rows"))
         self.heads = self._parts(self._axes("heads"))
         self.vocab = self._parts(self._axes("vocab"))
         self.inner = self._parts(self._axes("expert_mlp"))
@@ -56,12 +60,47 @@ class Spread:
         return math.prod(self.preset.axes[axis] for axis in axes)
 
 
+class Columns(NamedTuple):
+    """A device's columns of a step (:mod:`dsv41.sharding.split`).
+
+    Attributes:
+      tokens: that it has, of all its requests.
+      parts: of the whole step.
+      attended: tokens whose attention to pages it computes: where pages are divided, those of all columns.
+    """
+
+    tokens: int
+    parts: int
+    attended: int
+
+    @classmethod
+    def of(cls, spread: Spread, requests: int, queries: int, window: int) -> Columns:
+        """Of a step of so many queries of each of a device's requests."""
+        parts = 1 if queries <= window or queries % spread.chunk else spread.chunk
+        tokens = requests * queries // parts
+        return cls(tokens, parts, tokens * parts if spread.pages > 1 else tokens)
+
+    @property
+    def all(self) -> int:
+        """Tokens of the whole step."""
+        return self.tokens * self.parts
+
+    def gathered(self, token: float) -> float:
+        """Link bytes of so many bytes of each token for all columns."""
+        return all_gather(self.tokens * token, self.parts)
+
+
 # Bytes that one of several devices sends and receives, together.
 
 
 def all_gather(own: float, parts: int) -> float:
     """Every device gets the parts of all others; ``own`` are the bytes of one part."""
     return 2 * (parts - 1) * own
+
+
+def exchange(whole: float, parts: int) -> float:
+    """Every device gets its part of all others' (all-to-all), or the sum of its parts (reduce-scatter)."""
+    return 2 * (parts - 1) / parts * whole
 
 
 def all_reduce(whole: float, parts: int) -> float:

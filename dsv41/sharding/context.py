@@ -10,6 +10,9 @@ together, the visible entries of the whole are the first few of each shard.
 
 Numbers of candidate blocks go the same way as entries': a page is a whole number of blocks.
 
+In a long chunk a device has some columns (:mod:`dsv41.sharding.split`): every shard looks for what all of them ask,
+and what it finds goes to the shard whose columns they are.
+
 Every function here is its single-device counterpart where the context is not divided.
 """
 
@@ -22,13 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv41.sharding.best import best, best_blocks
 from dsv41.sharding.parallel import Parallel
 from dsv41.sharding.rules import MeshError
+from dsv41.sharding.split import Split
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.index_select import BlockSelection, Selection, index_reselect, index_select
 from pallas_kernels.sparse_attention import Partial, merge_partials, sparse_attention
 from pallas_kernels.sparse_attention.partial import finite_top
-from pallas_kernels.tiling import pad_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,59 +78,6 @@ class Share:
         return jnp.where(held < 0, -1, (page * self.shards + self.shard) * page_items + at)
 
 
-def best(items: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The best items of several lists, best first; of equal scores the lowest item.
-
-    A bitonic merge: XLA's sort takes minutes to compile for a TPU.
-
-    Args:
-      items: int32 ``[lists, ..., n]``, distinct but for −1; each list ordered as the result is.
-      scores: float32 ``[lists, ..., n]``; −inf: not an item.
-      count: how many (static).
-
-    Returns:
-      items int32 and scores float32 ``[..., count]``; −1 and −inf behind the last.
-    """
-    n = scores.shape[-1]
-    width = 1 << (max(n, count) - 1).bit_length()
-    lists = (
-        pad_axis(jnp.where(scores == -jnp.inf, -1, items), -1, width - n, -1),
-        pad_axis(scores, -1, width - n, -jnp.inf),
-    )
-    while (number := lists[0].shape[0]) > 1:
-        # Of an odd number of lists the last one waits.
-        merged = _merge(*(tuple(x[first : number - number % 2 : 2] for x in lists) for first in range(2)))
-        lists = tuple(jnp.concatenate([x, y[number - number % 2 :]]) for x, y in zip(merged, lists, strict=True))
-    return tuple(x[0, ..., :count] for x in lists)
-
-
-def _merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The better half of two ordered lists ``(items, scores)`` of a power of two, ordered."""
-    turned = tuple(x[..., ::-1] for x in other)
-    best = _pick(_is_better(one, turned), one, turned)
-    width = best[0].shape[-1]
-    at = jnp.arange(width)
-
-    # A loop: written out, stages are slow to compile, the more so where a compiler computes each of them anew in all
-    # that read it.
-    def stage(i: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        distance = width >> (i + 1)
-        leads = at & distance == 0
-        after, before = (tuple(jnp.roll(leaf, by, axis=-1) for leaf in x) for by in (-distance, distance))
-        partner = _pick(leads, after, before)
-        return _pick(_is_better(x, partner) == leads, x, partner)
-
-    return lax.fori_loop(0, width.bit_length() - 1, stage, best)
-
-
-def _is_better(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> jax.Array:
-    return (one[1] > other[1]) | ((one[1] == other[1]) & (one[0] < other[0]))
-
-
-def _pick(which: jax.Array, *pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return tuple(jnp.where(which, x, y) for x, y in zip(*pair, strict=True))
-
-
 def context_places(parallel: Parallel) -> tuple[str, ...]:
     """The mesh axes that a request's pages are divided over: those of pages that requests are not divided over."""
     return tuple(axis for axis in parallel.places("pages") if axis not in parallel.places("batch"))
@@ -161,7 +112,7 @@ def page_tables(parallel: Parallel, page_table: jax.Array, pages: int) -> tuple[
 
 
 def select(
-    parallel: Parallel,
+    split: Split,
     queries: jax.Array,
     weights: jax.Array,
     pool: Packed,
@@ -172,11 +123,12 @@ def select(
     blocks: BlockSelection | None = None,
     first: jax.Array | None = None,
 ) -> Selection:
-    """The best entries of whole requests, and the best blocks, on every shard.
+    """The best entries of whole requests, and the best blocks, for this device's columns.
 
     Args:
+      queries, weights: of this device's columns.
       pool, page_table: this shard's, the latter of its own pages.
-      others: as of :func:`pallas_kernels.index_select.index_select`, and equal on all shards.
+      others: as of :func:`pallas_kernels.index_select.index_select`, of all columns and equal on all shards.
 
     Returns:
       the same selection as over the whole pool, to the rounding of scores.
@@ -184,57 +136,27 @@ def select(
     Raises:
       MeshError: a page is no whole number of blocks.
     """
-    share = context_share(parallel)
+    share = context_share(split.parallel)
     if share is None:
+        visible, first = split.own((visible, first))
         return index_select(queries, weights, pool, fmt, page_table, visible, top_k, blocks, first)
+    queries, weights = split.whole((queries, weights))
     entries = pool.payload.shape[1]
     held = share.visible(visible, entries)
     begin = None if first is None else share.visible(first, entries)
     own = index_select(queries, weights, pool, fmt, page_table, held, top_k, blocks, begin)
-    chosen = _best_of_all(parallel, share.whole(own.indices, entries), own.scores, top_k)
+    chosen = _best_of_all(split, share.whole(own.indices, entries), own.scores, top_k)
     if blocks is None:
         return Selection(*chosen)
     per_page = page_blocks(entries, blocks.size)
     capacity = page_table.shape[1] * share.shards * entries
     newest = jnp.where(visible > 0, (jnp.minimum(visible, capacity) - 1) // blocks.size, -1)
-    numbers, scores = (_of_all(parallel, x) for x in (share.whole(own.blocks, per_page), own.block_scores))
-    return Selection(*chosen, *best_blocks(numbers, scores, newest, blocks.chosen(capacity)))
-
-
-def best_blocks(blocks: jax.Array, scores: jax.Array, newest: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The newest block and the best others, of what all shards chose.
-
-    Each shard has chosen its own newest block whatever its score. That pushes out nothing: the whole choice has one
-    place for the newest, so that of any other shard's blocks one less than ``count`` can be in it.
-
-    Args:
-      blocks, scores: ``[shards, batch, query, chosen]``, numbers in the whole request and largest scores, a shard's
-        newest block first.
-      newest: int32 ``[batch, query]``, number of the newest block; −1 where nothing is visible.
-      count: blocks to choose (static).
-
-    Returns:
-      blocks and scores ``[batch, query, count]``, as of :class:`~pallas_kernels.index_select.Selection`.
-    """
-    is_newest = (blocks >= 0) & (blocks == newest[..., None])
-    own = jnp.max(jnp.where(is_newest, scores, -jnp.inf), axis=(0, -1))[..., None]
-    # As in the kernels, no other score may reach what the newest is ranked by.
-    ranked = jnp.where(is_newest, jnp.inf, jnp.minimum(scores, jnp.finfo(jnp.float32).max))
-    blocks, ranked = best(*_first_in_order(blocks, ranked), count)
-    return blocks, jnp.where(ranked == jnp.inf, own, ranked)
-
-
-def _first_in_order(items: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lists ``[..., n]`` that are in order but for their first item, in order."""
-    lists = (items, scores)
-    first, rest = (tuple(x[..., part] for x in lists) for part in (slice(1), slice(1, None)))
-    better = jnp.sum(_is_better(rest, first), axis=-1, keepdims=True)
-    at = jnp.arange(items.shape[-1])
-    return _pick(at == better, first, _pick(at < better, tuple(jnp.roll(x, -1, axis=-1) for x in lists), lists))
+    numbers, scores = (_of_all(split, x) for x in (share.whole(own.blocks, per_page), own.block_scores))
+    return Selection(*chosen, *best_blocks(numbers, scores, split.own(newest), blocks.chosen(capacity)))
 
 
 def reselect(
-    parallel: Parallel,
+    split: Split,
     queries: jax.Array,
     weights: jax.Array,
     pool: Packed,
@@ -246,11 +168,12 @@ def reselect(
     top_k: int,
     first: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The best entries inside candidate blocks of whole requests, on every shard.
+    """The best entries inside candidate blocks of whole requests, for this device's columns.
 
     Args:
+      queries, weights: of this device's columns.
       pool, page_table: this shard's, the latter of its own pages.
-      others: as of :func:`pallas_kernels.index_select.index_reselect`, and equal on all shards.
+      others: as of :func:`pallas_kernels.index_select.index_reselect`, of all columns and equal on all shards.
 
     Returns:
       entries and scores as over the whole pool, to the rounding of scores.
@@ -258,19 +181,21 @@ def reselect(
     Raises:
       MeshError: a page is no whole number of blocks.
     """
-    share = context_share(parallel)
+    share = context_share(split.parallel)
     if share is None:
+        visible, block_ids, first = split.own((visible, block_ids, first))
         return index_reselect(queries, weights, pool, fmt, page_table, visible, block_ids, block_size, top_k, first)
+    queries, weights = split.whole((queries, weights))
     entries = pool.payload.shape[1]
     held = share.held(block_ids, page_blocks(entries, block_size))
     shown = share.visible(visible, entries)
     begin = None if first is None else share.visible(first, entries)
     own, scores = index_reselect(queries, weights, pool, fmt, page_table, shown, held, block_size, top_k, begin)
-    return _best_of_all(parallel, share.whole(own, entries), scores, top_k)
+    return _best_of_all(split, share.whole(own, entries), scores, top_k)
 
 
 def attend(
-    parallel: Parallel,
+    split: Split,
     queries: jax.Array,
     local: Packed,
     local_fmt: Format,
@@ -284,23 +209,26 @@ def attend(
     reach: jax.Array | None = None,
     **static: Any,
 ) -> jax.Array:
-    """Attention to the window and to chosen entries of whole requests, on every shard.
+    """Attention of this device's columns to the window and to chosen entries of whole requests.
 
     Args:
+      queries: of this device's columns.
       pool, page_table: this shard's, the latter of its own pages.
       indices: int32 ``[batch, query, chosen]``, entries of the whole request.
-      others: as of :func:`pallas_kernels.sparse_attention.sparse_attention`, and equal on all shards.
+      others: as of :func:`pallas_kernels.sparse_attention.sparse_attention`, of all columns and equal on all shards.
 
     Returns:
       ``[batch, query, heads, head_dim]`` in the queries' dtype.
     """
-    share = context_share(parallel) if pool is not None else None
+    share = context_share(split.parallel) if pool is not None else None
     if share is None:
+        local, local_valid = split.band((local, local_valid), static["window"])
+        indices, reach = split.own((indices, reach))
         return sparse_attention(
             queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation, reach, **static
         )
     partial = sparse_attention(
-        queries,
+        split.whole(queries),
         local,
         local_fmt,
         # Every shard has the window; it counts once.
@@ -315,16 +243,17 @@ def attend(
         **static,
         return_partial=True,
     )
-    return _joined(context_places(parallel), partial, sink, queries.dtype)
+    return _joined(split, partial, sink, queries.dtype)
 
 
-def _joined(places: tuple[str, ...], partial: Partial, sink: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The attention of all shards' parts, on each of them; a query that sees nothing anywhere gives 0."""
-    # Sums and no gather: a device of C then receives about two parts' bytes, and not C − 1.
+def _joined(split: Split, partial: Partial, sink: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The attention of all shards' parts, for this device's columns; a query that sees nothing anywhere gives 0."""
+    places = context_places(split.parallel)
     top = lax.pmax(partial.top, places)
     weight = jnp.exp(partial.top - finite_top(top))
-    out, total = lax.psum((partial.out * weight[..., None], partial.total * weight), places)
-    return merge_partials(Partial(out[None], top[None], total[None]), sink, dtype)
+    # Sums and no gather: a device of C then receives about two parts' bytes, or one, and not C − 1.
+    out, total = split.sum((partial.out * weight[..., None], partial.total * weight), places)
+    return merge_partials(Partial(out[None], split.own(top)[None], total[None]), sink, dtype)
 
 
 def page_blocks(page_entries: int, block_size: int) -> int:
@@ -341,10 +270,13 @@ def page_blocks(page_entries: int, block_size: int) -> int:
     return page_entries // block_size
 
 
-def _best_of_all(parallel: Parallel, items: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    return best(_of_all(parallel, items), _of_all(parallel, scores), count)
+def _best_of_all(split: Split, items: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    return best(_of_all(split, items), _of_all(split, scores), count)
 
 
-def _of_all(parallel: Parallel, x: jax.Array) -> jax.Array:
-    """What all shards have, along a new first axis."""
-    return lax.all_gather(x, context_places(parallel))
+def _of_all(split: Split, x: jax.Array) -> jax.Array:
+    """What all shards have for this device's columns of ``[batch, query, ...]``, along a new first axis."""
+    if not split.places:
+        return lax.all_gather(x, context_places(split.parallel))
+    parts = x.reshape(x.shape[0], split.parts, -1, *x.shape[2:])
+    return lax.all_to_all(jnp.moveaxis(parts, 1, 0), split.places, split_axis=0, concat_axis=0, tiled=True)

@@ -91,19 +91,21 @@ class Parallel:
         places = self.places(logical)
         return lax.psum(x, places) if places else x
 
-    def rows(self, table: jax.Array, ids: jax.Array, logical: str, spread: str | None = None) -> jax.Array:
+    def rows(self, table: jax.Array, ids: jax.Array, logical: str, spread: Sequence[str] = ()) -> jax.Array:
         """Rows of a table that is divided along its first axis, to the bit.
 
         Args:
           table: this device's part ``[rows of a part, ...]``.
           ids: int32 ``[batch, ...]``, rows of the whole table; many are looked up in turns, by their second axis.
           logical: the axis that the table's rows are divided over.
-          spread: the axis that ids are divided over; None: every part asks for the same rows.
+          spread: mesh axes along which ids differ; along others every device asks for the same rows.
         """
-        if not self.places(logical):
+        places = self.places(logical)
+        if not places:
             return table[ids]
-        found = ids.size * (1 if spread is None else self.parts(spread))
-        found *= math.prod(table.shape[1:]) * table.dtype.itemsize
+        # Along axes that do not divide the table, every device has what it asks for.
+        spread = tuple(axis for axis in spread if axis in places)
+        found = ids.size * self.divided(spread) * math.prod(table.shape[1:]) * table.dtype.itemsize
         queries = ids.shape[1] if ids.ndim > 1 else 1
         tiles = next((n for n in range(1, queries) if queries % n == 0 and found <= n * _ROWS_BYTES), queries)
         if tiles == 1:
@@ -113,15 +115,13 @@ class Parallel:
         rows = lax.map(lambda part: self._rows(table, part, logical, spread), jnp.moveaxis(some, 1, 0))
         return jnp.moveaxis(rows, 0, 1).reshape(*ids.shape, *table.shape[1:])
 
-    def _rows(self, table: jax.Array, ids: jax.Array, logical: str, spread: str | None) -> jax.Array:
-        places = self.places(logical)
-        asked = ids if spread is None else self.gather(ids, spread, axis=0)
+    def _rows(self, table: jax.Array, ids: jax.Array, logical: str, spread: tuple[str, ...]) -> jax.Array:
+        asked = lax.all_gather(ids, spread, axis=0, tiled=True) if spread else ids
         local = asked - self.index(logical) * table.shape[0]
         own = (local >= 0) & (local < table.shape[0])
         found = table[jnp.where(own, local, 0)]
-        scattered = () if spread is None else self.places(spread)
-        rest = tuple(axis for axis in places if axis not in scattered)
-        return _sum_rows(scattered, rest, found, jnp.expand_dims(own, tuple(range(own.ndim, found.ndim))))
+        rest = tuple(axis for axis in self.places(logical) if axis not in spread)
+        return _sum_rows(spread, rest, found, jnp.expand_dims(own, tuple(range(own.ndim, found.ndim))))
 
     def gather(self, x: jax.Array, logical: str, axis: int) -> jax.Array:
         """The parts of an array along ``axis``, joined in order, on each of them."""

@@ -19,6 +19,22 @@ def context_shards(parallel: Parallel) -> int:
     return parallel.divided(context_places(parallel))
 
 
+def check_state(parallel: Parallel, batch: int, pages: int, table_pages: int) -> None:
+    """Refuses sizes of a state (:func:`empty_state`) that the mesh does not divide.
+
+    Raises:
+      MeshError: names the size and the mesh axes.
+    """
+    for name, size, places in (
+        ("batch", batch, parallel.places("batch")),
+        ("pages", pages, parallel.places("pages")),
+        ("pages of a request", table_pages, context_places(parallel)),
+    ):
+        if size % parallel.divided(places):
+            axes = " × ".join(f"{axis} {parallel.divided(axis)}" for axis in places)
+            raise MeshError(f"{name} of {size} is not divisible by mesh axes {axes}")
+
+
 def empty_state(settings: Settings, batch: int, pages: int, table_pages: int) -> ModelState:
     """An empty state on the mesh of the settings; arguments as of :func:`~dsv41.state.request.create_state`.
 
@@ -29,13 +45,7 @@ def empty_state(settings: Settings, batch: int, pages: int, table_pages: int) ->
       MeshError: the mesh does not divide them, or the pages of a request.
     """
     parallel = settings.parallel
-    for name, size, parts in (
-        ("batch", batch, parallel.parts("batch")),
-        ("pages", pages, parallel.parts("pages")),
-        ("pages of a request", table_pages, context_shards(parallel)),
-    ):
-        if size % parts:
-            raise MeshError(f"{name}: {size} is not divisible into {parts} parts")
+    check_state(parallel, batch, pages, table_pages)
     shapes = jax.eval_shape(lambda: create_state(settings.whole, batch, pages, table_pages))
     where = jax.tree.map(lambda leaf: leaf.sharding, describe(shapes, state_spec(parallel), parallel))
     return jax.jit(lambda: create_state(settings.whole, batch, pages, table_pages), out_shardings=where)()

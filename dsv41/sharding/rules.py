@@ -2,7 +2,7 @@
 
     data      requests
     expert    requests, and the routed experts: tokens travel along it to their experts and back
-    context   pages of the global memory (and chunks of a prompt)
+    context   pages of the global memory, and the columns of a long chunk of a prompt
     tensor    heads, output groups, columns of the feed-forward layers, the vocabulary
 
 Any of them may have size 1.

@@ -4,6 +4,9 @@ Exact passes every chunk through both stacks. Bounded replay passes chunks throu
 last encoder outputs, and at the end passes those through the decoder with its window cut at their start: for
 prompts up to the window it equals exact, for longer ones it is an approximation that the model was trained with.
 The global memory is the same bytes in both.
+
+On a mesh that divides the context, so are the columns of a chunk that is longer than the window
+(:mod:`dsv41.sharding.split`); what leaves a step is whole on every device.
 """
 
 from __future__ import annotations
