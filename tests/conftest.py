@@ -50,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # A process keeps what it has traced and compiled: files that use the same programs go to one, the longest first.
 _TOGETHER = {
     "engines": ("test_cli.py", "test_generate.py", "test_speculative_engine.py", "test_picture_prompts.py"),
+    "checkpoints": (
+        "test_checkpoint.py",
+        "test_checkpoint_load.py",
+        "test_checkpoint_refusals.py",
+        "test_random_weights.py",
+    ),
     "states": ("test_invariants.py", "test_faults.py", "test_engram_steps.py", "test_evaluation.py"),
 }
 _FIRST = ("engines", "states", "test_verify.py", "test_speculation.py", "test_tpu_aot.py", "test_sharded_steps.py")

@@ -13,6 +13,8 @@ import pytest
 
 from dsv41.checkpoint import CheckpointError
 from dsv41.cli import main
+from dsv41.config import load_config
+from dsv41.evaluation import acceptance
 from dsv41.evaluation.acceptance import measure_acceptance, without_drafts
 from dsv41.inference.calibration import CALIBRATION_FILE, fit_temperatures, read_calibration, write_calibration
 from dsv41.inference.engine import Engine
@@ -20,10 +22,13 @@ from dsv41.inference.measurements import Calibration
 from dsv41.inference.options import EngineOptions
 from dsv41.inference.requests import Request
 from dsv41.inference.scheduler import ThroughputScheduler
+from dsv41.loading import model_tokenizer
+from dsv41.training import data
 from tests.fixtures_engine import GOLDEN, MINI8_OPTIONS
 from tests.helpers import random_tokens
 
 MINI8 = GOLDEN / "mini8" / "fp8"
+NANO = pathlib.Path(data.__file__).parent.parent / "data" / "nano"
 PROMPTS = [random_tokens(i, n).tolist() for i, n in enumerate((7, 33, 18))]
 NEW_TOKENS = 24
 
@@ -95,13 +100,40 @@ def test_eval_drafts_prints_a_row_a_temperature(capsys, monkeypatch, three_draft
     assert float(cells[6]) == pytest.approx(rows[0]["mean_accepted"], rel=1e-2)
 
 
+def test_eval_drafts_continues_held_out_documents(capsys, monkeypatch):
+    """Chapter 12 of 25 is held out, in all three translations; one of them is too short."""
+    words = "in the beginning was the word and the word was with god "
+    chapters = [f"{n} {words * 3}" for n in range(75)]
+    chapters[37] = "too short"
+    given = []
+
+    def measure(drafting, plain, prompts, *rest):
+        given.append(prompts)
+        return {"prompts": len(prompts)}
+
+    monkeypatch.setattr(data, "corpus", lambda name: chapters if name == "bibles" else None)
+    monkeypatch.setattr(Engine, "from_checkpoint", lambda directory, options: None)
+    monkeypatch.setattr(acceptance, "without_drafts", lambda engine: None)
+    monkeypatch.setattr(acceptance, "measure_acceptance", measure)
+    argv = ["eval", "drafts", "--checkpoint", str(NANO), "--corpus", "bibles", "--prompt-length", "12"]
+    assert main([*argv, "--temperature", "0", "--prompts", "2", "--json"]) == 0
+    tokenizer, begin = model_tokenizer(load_config(NANO), NANO), load_config(NANO).bos_token_id
+    assert given == [[[begin, *tokenizer.encode(chapters[i])[:11]] for i in (36, 38)]]
+    assert main([*argv, "--prompts", "3"]) == 2
+    assert "texts: 3 are wanted, 2 held-out texts have 12 tokens" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*argv, "--text", __file__])
+    assert "--text: not allowed with argument --corpus" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--speculative", "6"], "--speculative: 6 is outside 1 … 5"),
         (["--prompt-length", "200", "--new-tokens", "100"], "--max_length: 300 exceeds max_position_embeddings 256"),
         (["--temperature", "0", "-1"], r"--temperature: \[0.0, -1.0\] are not all numbers from 0 on"),
-        (["--text", __file__], "not the packaged tokenizer's"),
+        (["--text", __file__], "--text: the model's vocabulary is not the packaged tokenizer's"),
+        (["--corpus", "bibles"], "--corpus: the model's vocabulary is not the packaged tokenizer's"),
     ],
 )
 def test_eval_drafts_refuses_before_it_makes_an_engine(capsys, monkeypatch, argv, message):

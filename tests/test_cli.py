@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import re
@@ -31,6 +32,15 @@ DEFAULT_FLAGS = [
     str(DEFAULT_OPTIONS.max_length),
 ]
 MINI8_FLAGS = ["--checkpoint", str(MINI8), "--deterministic", "--batch", str(MINI8_OPTIONS.max_batch), "--chunk", "16"]
+
+
+_random_engine = functools.cache(Engine.random)
+
+
+@pytest.fixture(autouse=True)
+def _engines_with_random_weights_are_made_once(monkeypatch):
+    """Drawing the weights and reading the vocabulary is most of what such a command takes."""
+    monkeypatch.setattr(Engine, "random", _random_engine)
 
 
 @pytest.fixture

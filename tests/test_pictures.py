@@ -16,8 +16,8 @@ from PIL import Image, ImageOps
 from dsv41.config import VisionConfig, load_config
 from dsv41.pictures.files import PictureError, picture_plan, read_picture
 from dsv41.pictures.plan import PicturePlan, plan_picture
+from tests.checkpoints import OFFICIAL
 from tests.conftest import GOLDEN
-from tests.test_checkpoint import OFFICIAL
 
 PLANS = json.loads((GOLDEN.parent / "pictures" / "plan_official.json").read_text())
 SIZE = 42

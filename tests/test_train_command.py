@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 
 from dsv41.cli import main
@@ -56,6 +57,24 @@ def test_mistakes_are_one_line_and_write_nothing(file, tmp_path, capsys, overrid
     assert shown.startswith("dsv41: error: ")
     assert shown.count("\n") == 1
     assert message in shown
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("processes", "name", "message"),
+    [
+        (1, "there", "trainer.export: {} is there already"),
+        (2, "new", "trainer.export: {}: none of 2 processes has the"),
+    ],
+)
+def test_an_export_that_cannot_be_written_is_refused_before_the_run(
+    file, tmp_path, capsys, monkeypatch, processes, name, message
+):
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    export = tmp_path / name
+    assert main(["train", str(file), "--out", str(tmp_path / "out"), "--set", f"trainer.export={export}"]) == 2
+    assert message.format(export) in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -19,11 +19,20 @@ import pytest
 
 from dsv41.checkpoint import CheckpointReader, config_json
 from dsv41.cli import main
+from dsv41.config import load_config
+from dsv41.inference.calibration import CALIBRATION_FILE
+from dsv41.layers.dspark import Drafter
+from dsv41.model import Model
+from dsv41.numerics.rounding import RoundingPolicy
+from dsv41.settings import Settings
 from dsv41.sharding.mesh import parse_preset
 from dsv41.sharding.parallel import SINGLE, Parallel
+from dsv41.sharding.rules import MeshError
+from dsv41.training import build as training_build
 from dsv41.training.build import TrainConfig, build
 from dsv41.training.config import read_config
 from dsv41.training.draft_step import draft_train_step
+from dsv41.training.fit import check_blocks
 from dsv41.training.metrics import read_metrics
 from dsv41.training.step import train_step
 from tests.helpers import mini8_config, with_text
@@ -106,8 +115,8 @@ def whole(file) -> pathlib.Path:
 
 
 @functools.cache
-def mesh() -> Parallel:
-    preset = parse_preset("test", {"axes": {"data": 2, "expert": 2}})
+def mesh(**axes: int) -> Parallel:
+    preset = parse_preset("test", {"axes": axes or {"data": 2, "expert": 2}})
     return preset.parallel(jax.devices()[: preset.devices])
 
 
@@ -134,17 +143,65 @@ def assert_alike(ours: list[dict], wanted: list[dict], relative: float) -> None:
     for line, other in zip(ours, wanted, strict=True):
         assert line.keys() == other.keys()
         for name, value in other.items():
-            np.testing.assert_allclose(line[name], value, rtol=relative, atol=1e-6, err_msg=name)
+            ours, wanted = (list(x.values()) if isinstance(x, dict) else x for x in (line[name], value))
+            np.testing.assert_allclose(ours, wanted, rtol=relative, atol=1e-6, err_msg=name)
 
 
 def assert_same_layout(ours: pathlib.Path, wanted: pathlib.Path) -> None:
     assert CheckpointReader(ours).specs() == CheckpointReader(wanted).specs()
 
 
-def test_a_mesh_gives_the_curve_of_one_device(file, whole):
-    ours, export = run(file, "mesh", mesh(), "trainer.steps=3")
-    assert_alike(ours, curve(whole)[:3], 1e-3)
+def test_a_mesh_gives_the_curve_of_one_device_and_its_state_to_it(file, whole):
+    """The table of n-grams has other rows of padding there."""
+    ours, export = run(file, "mesh", mesh(), "trainer.steps=2")
+    assert_alike(ours, curve(whole)[:2], 1e-3)
     assert_same_layout(export, whole / "export")
+    there = build(read_config(file, TrainConfig, ["trainer.steps=2"]), file.parent / "mesh", SINGLE)
+    outcome = there.trainer.run()  # nothing is left to do but to restore
+    text = load_config(file.parent).text
+    assert outcome.state.params["engram_table_0"]["weight"].shape[0] == text.engram_num_embeddings[0]
+    assert text.engram_num_embeddings[0] % mesh().mesh.size
+    there.export(outcome.state, file.parent / "restored", False)
+    restored, wanted = CheckpointReader(file.parent / "restored"), CheckpointReader(export)
+    for name in wanted.specs():
+        assert restored.read(name).tobytes() == wanted.read(name).tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("axes", "override", "message"),
+    [
+        ({"context": 2}, "data.batch_rows=4", "context: 2 shards; training needs rows undivided"),
+        (
+            {"data": 2, "expert": 2},
+            "data.batch_rows=6",
+            "data.batch_rows: 6 is not divisible by mesh axes data 2 × exp",
+        ),
+        (
+            {"tensor": 4},
+            "policy.dense_weights=true",
+            r"wo_a/weight: policy\.dense_weights .* 32 × 32, .* 16 × 128 does",
+        ),
+        (
+            {"tensor": 4},
+            "policy.expert_weights=true",
+            r"experts/w2/weight: policy\.expert_weights .* 1 × 32, .* 128 × 16",
+        ),
+        (
+            {"tensor": 4},
+            "policy.activations=true",
+            r"wo_b/weight: policy\.activations .* 1 × 32, .* part of 128 × 16 do",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_before_weights_are_read(file, monkeypatch, axes, override, message):
+    monkeypatch.setattr(training_build, "first_masters", None)
+    with pytest.raises(MeshError, match=message):
+        build(read_config(file, TrainConfig, [override]), file.parent / "none", mesh(**axes))
+    config = load_config(file.parent)
+    check_blocks(Model(Settings.for_training(config, RoundingPolicy.preset("full"), parallel=mesh(tensor=2))))
+    there = Settings.for_training(config, RoundingPolicy.preset("full"), parallel=mesh(tensor=4))
+    with pytest.raises(MeshError, match=r"^stages_0/attn/wo_a/weight: policy\.dense_weights"):
+        check_blocks(Drafter(there))
 
 
 def test_a_killed_run_goes_on_to_the_curve_of_one_that_was_not(file, whole):
@@ -164,11 +221,17 @@ def test_a_killed_run_goes_on_to_the_curve_of_one_that_was_not(file, whole):
 
 
 def test_a_drafter_is_trained_on_a_mesh_as_on_one_device(file, whole):
-    """Every column is an anchor: which are drawn depends on the device."""
-    options = ("trainer.steps=2", "dspark.anchors=48", "dspark.calibrate=false", f"model.directory={whole / 'export'}")
+    """Every column is an anchor: which are drawn depends on the device. Not so of held-out texts, whose anchors are
+    the same on all meshes; they calibrate the confidences too."""
+    options = ("trainer.steps=2", "dspark.anchors=48", "trainer.evaluate_every=2", "data.holdout=0.1")
+    options += (f"model.directory={whole / 'export'}",)
     options += tuple(f"loss.{name}=0" for name in ("index_distillation", "replay_simulation"))
     one, export = run(file, "draft", SINGLE, *options)
     there, other = run(file, "draft-mesh", mesh(), *options)
     assert one[1]["loss"] != one[0]["loss"]
     assert_alike(there, one, 1e-3)
+    assert {*one[1]["held_out"]} >= {"draft_accepted", "draft_survival_1"}
     assert_same_layout(other, export)
+    # Chances of so young a drafter hardly depend on their temperatures.
+    ours, wanted = (json.loads((path / CALIBRATION_FILE).read_text())["temperature"] for path in (other, export))
+    np.testing.assert_allclose(ours, wanted, rtol=0.05)

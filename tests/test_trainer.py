@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsv41.checkpoint import CheckpointError
-from dsv41.training.checkpoints import Checkpoints, abstract_state
+from dsv41.training.checkpoints import Checkpoints, abstract_state, restore_parameters
 from dsv41.training.config import TrainConfigError
 from dsv41.training.metrics import MetricsLog, read_metrics
 from dsv41.training.plots import plot_runs
@@ -154,6 +154,27 @@ def test_a_sharded_state_comes_back_to_where_another_mesh_wants_it(tmp_path):
     assert restored["moments"].sharding == like["moments"].sharding
     np.testing.assert_array_equal(restored["moments"], values)
     assert restored["none"] is None
+
+
+@pytest.mark.parametrize("now", [6, 9])
+def test_rows_of_padding_may_be_others_than_they_were(tmp_path, now):
+    """Five rows of a table are its own, of which a mesh made eight."""
+
+    def state(rows: int) -> dict:
+        table = jnp.zeros((rows, 3)).at[:5].set(jnp.arange(1, 16, dtype=jnp.float32).reshape(5, 3))
+        return {"params": {"table": table, "weight": jnp.ones((8, 3))}, "moments": {"x": {"table": 2 * table}}}
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(5, state(8), None)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        _, restored, _ = checkpoints.restore(abstract_state(state(now)), {("table",): 5})
+        jax.tree.map(np.testing.assert_array_equal, restored, state(now))
+        with pytest.raises(CheckpointError, match=r"2 leaves (.|\n)*params/table: float32 \[8, 3\] there"):
+            checkpoints.restore(abstract_state(state(now)), {("weight",): 5})
+        with pytest.raises(CheckpointError, match="2 leaves"):  # of another model
+            checkpoints.restore(abstract_state(state(now)), {("table",): 7 if now == 6 else 9})
+    parameters = restore_parameters(tmp_path, abstract_state(state(now)["params"]), {("table",): 5})
+    jax.tree.map(np.testing.assert_array_equal, parameters, state(now)["params"])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from dsv41.numerics.rounding import RoundingPolicy
 from dsv41.settings import Settings
 from dsv41.training import dspark
 from dsv41.training.balance import update_biases
+from dsv41.training.draft_step import DraftRecipe, held_out_terms
 from dsv41.training.dspark import (
     DraftSums,
     DsparkConfig,
@@ -30,7 +31,6 @@ from dsv41.training.dspark import (
     draft_losses,
     draft_metrics,
     draft_terms,
-    held_out_terms,
     sum_terms,
 )
 from dsv41.training.forward import Outputs, TrainBatch, forward
@@ -174,8 +174,9 @@ def test_a_block_sees_the_window_up_to_its_anchor_and_nothing_else():
 
 
 def test_padding_has_no_gradient_however_it_is_poisoned():
-    batch, outputs = packed_batch(1), any_outputs(1)
-    columns = jnp.asarray([[3, 34, 41, 57, -1, -1]])
+    """Nor has a row that is nothing else."""
+    batch, outputs = batch_of(row(PACKED, random_tokens(0, LENGTH)), row((), random_tokens(1, LENGTH))), any_outputs(2)
+    columns = jnp.asarray([[3, 34, 41, 57, -1, -1], [-1] * 6])
     found = sums_and_gradient(DsparkConfig(), small()[3], poisoned(outputs, batch), batch, columns)
     assert_near(found, sums_and_gradient(DsparkConfig(), small()[3], outputs, batch, columns), 0.0)
 
@@ -289,7 +290,8 @@ def test_two_updates_leave_the_backbone_as_it_was():
 def test_held_out_blocks_calibrate_the_confidences():
     model, drafter, variables, params = small()
     batches = [packed_batch(2), packed_batch(2).replace(tokens=packed_batch(2).tokens[::-1])]
-    terms = [held_out_terms(model, drafter, 9, variables, params, batch, jax.random.key(1)) for batch in batches]
+    recipe = DraftRecipe(model, drafter, DsparkConfig(anchors=9), None)
+    terms = [held_out_terms(recipe, params, variables, batch, jax.random.key(1)) for batch in batches]
     temperature = calibrate(terms)
     logit, accepted, live = (
         np.concatenate([np.asarray(x, np.float64).reshape(-1, 5) for x in parts])

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from dsv41.checkpoint import CheckpointError, CheckpointReader, RandomSource, checkpoint_layout
+from dsv41.checkpoint import CheckpointError, CheckpointReader, RandomSource, checkpoint_layout, copy_checkpoint
 from dsv41.checkpoint.placement import ParameterTree, flatten_tree, parameter_place
 from dsv41.config import ModelConfig, load_config
 from dsv41.layers.dspark import Drafter
@@ -23,7 +23,9 @@ from dsv41.numerics.rounding import RoundingPolicy
 from dsv41.settings import Settings
 from dsv41.state.request import create_sequential_state
 from dsv41.steps.decode import forward_tokens
+from dsv41.training import build
 from dsv41.training.checkpoints import Checkpoints, restore_parameters
+from dsv41.training.config import parse_config
 from dsv41.training.export import export_checkpoint, export_drafter
 from dsv41.training.forward import TrainBatch, forward
 from dsv41.training.initial import initial_parameters
@@ -173,6 +175,46 @@ def test_floats_are_exported_as_they_are(exported, tmp_path):
     assert stored == dataclasses.replace(config(), quantization=None)
     leaves = flatten_tree(exported.params)
     assert assert_stored(CheckpointReader(tmp_path / "plain"), stored, leaves, "text") == 0
+
+
+class _Wide:
+    """Random weights whose vision blocks are stored in float32."""
+
+    def __init__(self) -> None:
+        self._source = RandomSource(config(), 2)
+
+    def specs(self) -> dict:
+        return {
+            name: ("F32" if name.startswith("vision.") else dtype, shape)
+            for name, (dtype, shape) in self._source.specs().items()
+        }
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        value = self._source.read(name, rows)
+        return value.astype(np.float32) if name.startswith("vision.") else value
+
+
+def test_a_run_s_export_has_the_vision_part_that_it_began_with(exported, tmp_path, monkeypatch):
+    copy_checkpoint(_Wide(), config(), tmp_path / "source")
+    file = {
+        "model": {"directory": str(tmp_path / "source")},
+        "data": {"length": LENGTH, "batch_rows": 1, "corpus": "kjv"},
+        "schedule": {"peak": 0.1, "warmup": 0, "decay_from": 1, "steps": 1},
+        "trainer": {"steps": 1},
+    }
+    constants = {"token_map": exported.token_map}
+    monkeypatch.setattr(build, "first_masters", lambda *_: (exported.params, constants))
+    parts = build._backbone(parse_config(file, build.TrainConfig), exported.model, None, None)
+    before, vision = CheckpointReader(tmp_path / "source"), ("vision.", "aligner.", "image_")
+    for plain in (False, True):
+        parts.export(parts.state, tmp_path / str(plain), plain)
+        after = CheckpointReader(tmp_path / str(plain))
+        names = {name for name in after.specs() if name.startswith(vision)}
+        assert names == {name for name in before.specs() if name.startswith(vision)}
+        for name in names:
+            assert after.specs()[name] == before.specs()[name]
+            assert after.read(name).tobytes() == before.read(name).tobytes(), name
+    assert not any(name.startswith(vision) for name in CheckpointReader(exported.directory).specs())
 
 
 def test_another_drafter_leaves_all_else_to_the_bit(tmp_path):

@@ -18,7 +18,6 @@ import pytest
 
 from dsv41.checkpoint.placement import flatten_tree
 from dsv41.declared import declared_variables
-from dsv41.layers.distillation import IndexScores, index_divergence
 from dsv41.model import Model, TokenBatch
 from dsv41.numerics.rounding import RoundingPolicy
 from dsv41.settings import Settings
@@ -30,7 +29,6 @@ from dsv41.training.losses import LossConfig
 from dsv41.training.optimizers import OptimizerConfig, parameter_groups
 from dsv41.training.step import Counts, Recipe, Sums, loss_and_gradient, train_step
 from dsv41.training.update import TrainState, Update, masters
-from pallas_kernels.formats import DenseFormat, Packed
 from tests.helpers import random_model, random_tokens
 from tests.test_sharded_steps import WIDE, divided, meshed
 
@@ -137,6 +135,9 @@ def test_what_stands_in_padding_changes_nothing():
     zeros, sevens = (gradient_of(recipe(model_of()), packed([[a, b, c], [d, e]], padding)) for padding in (0, 7))
     np.testing.assert_array_equal(sevens[0].loss, zeros[0].loss)
     assert_close(sevens[1], zeros[1], 0.0)
+    # Nothing is counted where there is nothing else.
+    nothing, gradient = gradient_of(recipe(model_of()), packed([], 7))
+    assert not any(np.any(x) for x in (*jax.tree.leaves(nothing), *gradient.values()))
 
 
 def hidden(batch: TrainBatch, cut: int = LENGTH) -> np.ndarray:
@@ -273,36 +274,6 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_tensor():
     for path, x in flatten_tree(after.params).items():
         np.testing.assert_array_equal(x, before[path], err_msg="/".join(path))
     assert not any(np.any(x) for x in jax.tree.leaves(after.optimizer))
-
-
-def test_the_divergence_of_index_scores_is_that_of_dense_softmaxes():
-    rng = np.random.default_rng(0)
-    batch, queries, heads, width, entries, k = 2, 3, 4, 8, 12, 4
-    q, w = rng.normal(size=(batch, queries, heads, width)), rng.normal(size=(batch, queries, heads))
-    keys = rng.normal(size=(batch * 3, entries // 3, width))
-    table = np.arange(batch * 3).reshape(batch, 3)
-    visible, first = np.array([[0, 5, 12], [4, 9, 12]]), np.array([[0, 0, 4], [0, 4, 8]])
-    chosen = np.full((batch, queries, k), -1)
-    mass = np.zeros((batch, queries, k))
-    expected = 0.0
-    for b, s in np.ndindex(batch, queries):
-        own = keys[table[b]].reshape(entries, width)
-        seen = np.arange(first[b, s], visible[b, s])
-        if not len(seen):
-            continue
-        chosen[b, s, : min(k, len(seen))] = rng.permutation(seen)[:k]
-        live = chosen[b, s] >= 0
-        mass[b, s, live] = rng.random(live.sum())
-        scores = (w[b, s][:, None] * np.maximum(q[b, s] @ own.T, 0)).sum(0)[seen]
-        log_q = dict(zip(seen, scores - np.log(np.exp(scores).sum()), strict=True))
-        p = mass[b, s] / mass[b, s].sum()
-        expected += sum(p[i] * (np.log(p[i]) - log_q[chosen[b, s, i]]) for i in range(k) if live[i])
-    arrays = [jnp.asarray(x, jnp.float32) for x in (q, w, keys)]
-    ints = [jnp.asarray(x, jnp.int32) for x in (table, visible, first)]
-    scores = IndexScores(arrays[0], arrays[1], Packed(arrays[2], None), DenseFormat("float32"), *ints)
-    divergence = jax.jit(functools.partial(index_divergence, scores))
-    ours = divergence(jnp.asarray(chosen, jnp.int32), jnp.asarray(mass, jnp.float32))
-    np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
 def test_devices_change_no_gradient():

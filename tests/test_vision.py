@@ -29,8 +29,8 @@ from dsv41.settings import Settings
 from dsv41.verification.golden import Golden
 from dsv41.verification.vision import compare_pictures, encode_golden, golden_picture, golden_pictures
 from pallas_kernels import tiling
+from tests.checkpoints import OFFICIAL, Edited
 from tests.conftest import GOLDEN
-from tests.test_checkpoint import OFFICIAL, Edited
 
 PICTURES = (("C1", 0), ("C2", 0), ("C3", 0), ("C3", 1))
 

@@ -72,7 +72,11 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="checkpoint in the public layout; default: a small configuration with random weights",
     )
-    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="prompts from this text; default: random ids")
+    texts = parser.add_mutually_exclusive_group()
+    texts.add_argument("--text", type=pathlib.Path, metavar="FILE", help="prompts from this text; default: random ids")
+    texts.add_argument(
+        "--corpus", metavar="NAME", help="beginnings of a packaged corpus's held-out documents, as bibles"
+    )
     parser.add_argument("--prompts", type=positive, default=4, metavar="N", help="how many, of each length")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random prompts and sampling")
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
@@ -95,12 +99,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None, length: int) -> np.ndarray:
     """Prompts int32 ``[prompts, length]``."""
-    from dsv41.evaluation.replay import random_prompts, text_prompts
+    from dsv41.evaluation.replay import beginnings, random_prompts, text_prompts
 
-    if args.text is None:
+    if args.text is None and args.corpus is None:
         return random_prompts(config, length, args.prompts, args.seed)
     if tokenizer is None:
-        raise OptionError("--text: the model's vocabulary is not the packaged tokenizer's")
+        option = "--text" if args.corpus is None else "--corpus"
+        raise OptionError(f"{option}: the model's vocabulary is not the packaged tokenizer's")
+    if args.corpus is not None:
+        from dsv41.training.data import DataConfig, load_texts
+
+        held_out = load_texts(DataConfig(length, batch_rows=1, corpus=args.corpus))[1]
+        return beginnings(held_out, tokenizer, config.bos_token_id, length, args.prompts)
     ids = tokenizer.encode(read_text(args.text))
     if len(ids) < args.prompts * length:
         raise OptionError(f"--text: {len(ids)} tokens are fewer than {args.prompts} prompts of {length}")

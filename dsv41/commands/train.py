@@ -54,13 +54,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, config: TrainConfig, parallel: Parallel) -> int:
+    import jax
+
     from dsv41.training.build import build
 
-    made = build(config, args.out, parallel, args.fresh)
     exports = {"export": config.trainer.export, "export_plain": config.trainer.export_plain}
     for field, directory in exports.items():
         if directory is not None and directory.exists():
             raise OptionError(f"trainer.{field}: {directory} is there already")
+        if directory is not None and jax.process_count() > 1:
+            raise OptionError(
+                f"trainer.{field}: {directory}: none of {jax.process_count()} processes has the whole model; the same "
+                "command in a single one goes on with the run, and exports it"
+            )
+    made = build(config, args.out, parallel, args.fresh)
     try:
         outcome = made.trainer.run()
     except ModuleNotFoundError as error:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv41.evaluation.replay import beginnings
 from dsv41.inference.prefill import PrefillOptions, encode_prompts
 from dsv41.model import Model, TokenBatch
 from dsv41.numerics.rounding import POLICY_PRESETS, RoundingPolicy
@@ -58,19 +59,14 @@ def choose_texts(documents: Sequence[str], tokenizer: Tokenizer, begin: int, len
     """Beginnings of ``count`` documents, spread evenly over those that are long enough.
 
     Args:
-      begin: id of the begin token.
-      length: tokens of each, the begin token included.
+      length: tokens of each, the begin token ``begin`` included.
 
     Raises:
       DataError: fewer documents have so many tokens, or less than two are wanted: then nothing tells their spread.
     """
     if count < 2:
         raise DataError(f"texts: {count}; a standard error needs two")
-    encoded = [ids for ids in tokenizer.encode_batch(documents) if len(ids) >= length - 1]
-    if len(encoded) < count:
-        raise DataError(f"texts: {count} are wanted, {len(encoded)} held-out texts have {length} tokens")
-    chosen = [encoded[i * len(encoded) // count] for i in range(count)]
-    tokens = np.array([[begin, *ids[: length - 1]] for ids in chosen], np.int32)
+    tokens = beginnings(documents, tokenizer, begin, length, count)
     size = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)], np.int32)
     sizes = size[tokens]
     sizes[:, 0] = 0

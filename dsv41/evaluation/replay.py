@@ -13,6 +13,8 @@ from dsv41.inference.prefill import PrefillOptions, prefill
 from dsv41.model import Model
 from dsv41.state.request import ModelState, create_sequential_state
 from dsv41.steps.prefill import Variables
+from dsv41.tokens.tokenizer import Tokenizer
+from dsv41.training.corpora import DataError
 from dsv41.verification.table import divergence, greedy_agreement
 
 
@@ -26,6 +28,22 @@ def random_prompts(config: ModelConfig, length: int, count: int, seed: int) -> n
 def text_prompts(ids: Sequence[int], length: int, count: int) -> np.ndarray:
     """Consecutive pieces ``[count, length]`` int32 of a text's token ids."""
     return np.asarray(ids[: count * length], np.int32).reshape(count, length)
+
+
+def beginnings(documents: Sequence[str], tokenizer: Tokenizer, begin: int, length: int, count: int) -> np.ndarray:
+    """Beginnings ``[count, length]`` int32 of documents, spread evenly over those that are long enough.
+
+    Args:
+      begin: id of the begin token, the first of each.
+
+    Raises:
+      DataError: fewer documents have so many tokens.
+    """
+    encoded = [ids for ids in tokenizer.encode_batch(documents) if len(ids) >= length - 1]
+    if len(encoded) < count:
+        raise DataError(f"texts: {count} are wanted, {len(encoded)} held-out texts have {length} tokens")
+    chosen = [encoded[i * len(encoded) // count] for i in range(count)]
+    return np.array([[begin, *ids[: length - 1]] for ids in chosen], np.int32)
 
 
 def compare_replay(

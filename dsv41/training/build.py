@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dsv41.config import load_config
-from dsv41.declared import declared_variables
+from dsv41.declared import declared_variables, padded_leaves
 from dsv41.inference.calibration import write_calibration
 from dsv41.layers.dspark import Drafter
 from dsv41.loading import checkpoint_variables, model_tokenizer
@@ -26,6 +26,7 @@ from dsv41.training.data import DataConfig, TrainingBatches, load_documents
 from dsv41.training.draft_step import DraftRecipe, draft_train_step
 from dsv41.training.dspark import DsparkConfig, calibrate
 from dsv41.training.export import copy_vocabulary, export_checkpoint, export_drafter
+from dsv41.training.fit import check_blocks, check_rows
 from dsv41.training.forward import TrainBatch, alignment
 from dsv41.training.held_out import Evaluate, backbone_metrics, best_params, drafter_metrics, drafter_terms, placed
 from dsv41.training.losses import LossConfig
@@ -124,6 +125,8 @@ def build(config: TrainConfig, directory: pathlib.Path, parallel: Parallel = SIN
     source = config.model.directory
     model_config = load_config(source)
     model = Model(Settings.for_training(model_config, config.policy.policy(), config.model.remat, parallel))
+    check_rows(model, config.data.batch_rows)
+    check_blocks(model)
     tokenizer = model_tokenizer(model_config, source)
     if tokenizer is None:
         raise TrainConfigError(f"model.directory: {source} has neither a tokenizer.json nor the packaged vocabulary")
@@ -145,7 +148,8 @@ def build(config: TrainConfig, directory: pathlib.Path, parallel: Parallel = SIN
         TrainingBatches(config.data, train, alignment(model.settings)), config.trainer.micro_batches, parallel
     )
     evaluate = parts.evaluate if config.trainer.evaluate_every else None
-    trainer = Trainer(step, parts.state, batches, evaluate, config.trainer, directory, config, fresh)
+    padded = padded_leaves(model)
+    trainer = Trainer(step, parts.state, batches, evaluate, config.trainer, directory, config, fresh, padded)
     return Run(trainer, parts.export)
 
 
@@ -154,7 +158,7 @@ def _backbone(config: TrainConfig, model: Model, tokenizer: Tokenizer, held_out:
     recipe = Recipe(model, config.loss, _update(config, model), config.model.seed)
 
     def export(state: TrainState, directory: pathlib.Path, plain: bool) -> None:
-        export_checkpoint(directory, model, best_params(state), plain=plain)
+        export_checkpoint(directory, model, best_params(state), plain=plain, vision=config.model.directory)
         copy_vocabulary(config.model.directory, directory)
 
     return _Parts(
@@ -171,13 +175,15 @@ def _drafter(config: TrainConfig, model: Model, tokenizer: Tokenizer, held_out: 
         raise TrainConfigError("dspark: the model has no drafter (text_config.num_nextn_predict_layers is 0)")
     require_weights(source)
     drafter = Drafter(model.settings)
+    check_blocks(drafter)
     backbone = checkpoint_variables(model, source.directory, tokenizer)
     recipe = DraftRecipe(model, drafter, config.dspark, _update(config, drafter), source.seed)
 
     def export(state: TrainState, directory: pathlib.Path, plain: bool) -> None:
         trained = best_params(state)
         if plain:
-            export_checkpoint(directory, model, masters(backbone["params"]), drafter, trained, plain=True)
+            whole = (model, masters(backbone["params"]), drafter, trained)
+            export_checkpoint(directory, *whole, plain=True, vision=source.directory)
         else:
             export_drafter(directory, source.directory, drafter, trained)
         copy_vocabulary(source.directory, directory)

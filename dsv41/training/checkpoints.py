@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,6 +25,11 @@ import orbax.checkpoint as ocp
 
 from dsv41.checkpoint import CheckpointError
 from dsv41.training.config import TrainConfigError, flat_config
+
+Padded = Mapping[tuple[str, ...], int]
+"""Paths of parameters that a mesh may give rows of zeros behind their own, which no step changes or reads, and the
+number of their own rows."""
+NOT_PADDED: Padded = MappingProxyType({})
 
 _CONFIG = "train.json"
 _CHECKPOINTS = "checkpoints"
@@ -113,12 +120,14 @@ class Checkpoints:
         args = ocp.args.Composite(**{_STATE: ocp.args.StandardSave(state), _RUN: ocp.args.JsonSave(beside)})
         self._manager.save(step, args=args, force=True)
 
-    def restore(self, like: Any) -> tuple[int, Any, Any] | None:
+    def restore(self, like: Any, padded: Padded = NOT_PADDED) -> tuple[int, Any, Any] | None:
         """The newest checkpoint, equal to the bit.
 
         Args:
           like: of :func:`abstract_state`, of a state of the same run; arrays come to where it says, which need not be
             where they lay.
+          padded: parameters that may have more rows of padding, or fewer, than they had there; with them all leaves
+            whose paths end with theirs.
 
         Returns:
           ``(step, state, data)``; None where there is no checkpoint.
@@ -132,17 +141,20 @@ class Checkpoints:
         path = self._path / str(step)
         beside = self._manager.restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))[_RUN]
         # Orbax would convert dtypes without a word.
-        _refuse_other_state(path, beside["leaves"], _kinds(like))
-        state = self._manager.restore(step, args=ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(like)}))[_STATE]
+        _refuse_other_state(path, beside["leaves"], _kinds(like), padded)
+        # All shapes but the padded ones are those of the checkpoint. Rows are cut off, or zeros put behind them.
+        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(like, strict=False)})
+        state = self._manager.restore(step, args=args)[_STATE]
         return step, state, beside["data"]
 
 
-def restore_parameters(directory: pathlib.Path, like: Any) -> Any:
+def restore_parameters(directory: pathlib.Path, like: Any, padded: Padded = NOT_PADDED) -> Any:
     """The parameters of a run's newest checkpoint, equal to the bit; nothing else of it is read.
 
     Args:
       directory: the run's.
       like: their shapes, dtypes and shardings; without a sharding they come to the first device.
+      padded: see :meth:`Checkpoints.restore`.
 
     Raises:
       CheckpointError: there is no checkpoint, or its parameters are others; all leaves that do not fit are named.
@@ -155,9 +167,11 @@ def restore_parameters(directory: pathlib.Path, like: Any) -> Any:
     there = json.loads((path / _RUN / "metadata").read_text())["leaves"]
     prefix = "params/"
     own = {name.removeprefix(prefix): kind for name, kind in there.items() if name.startswith(prefix)}
-    _refuse_other_state(path, own, _kinds(like))
+    _refuse_other_state(path, own, _kinds(like), padded)
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    how = jax.tree.map(lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding or first), like)
+    how = jax.tree.map(
+        lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding or first, global_shape=x.shape, strict=False), like
+    )
     args = ocp.args.PyTreeRestore(item={"params": like}, restore_args={"params": how}, partial_restore=True)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return checkpointer.restore(path / _STATE, args=args)["params"]
@@ -171,14 +185,24 @@ def _kinds(state: Any) -> dict[str, str]:
     }
 
 
-def _refuse_other_state(path: pathlib.Path, there: dict[str, str], wanted: dict[str, str]) -> None:
+def _refuse_other_state(path: pathlib.Path, there: dict[str, str], wanted: dict[str, str], padded: Padded) -> None:
     problems = [
         f"{name}: {there.get(name, 'nothing')} there, {wanted.get(name, 'nothing')} now"
         for name in (wanted | there)
-        if there.get(name) != wanted.get(name)
+        if there.get(name) != wanted.get(name) and not _same_but_for_padding(name, there, wanted, padded)
     ]
     if problems:
         more = len(problems) - _SHOWN_PROBLEMS
         tail = f"\n  … and {more} more" if more > 0 else ""
         shown = "\n  ".join(problems[:_SHOWN_PROBLEMS])
         raise CheckpointError(f"{path}: {len(problems)} leaves are not of this state:\n  {shown}{tail}")
+
+
+def _same_but_for_padding(name: str, there: dict[str, str], wanted: dict[str, str], padded: Padded) -> bool:
+    """Whether two leaves have all rows of the parameter that their path ends with, and are else alike."""
+    own = next((n for path, n in padded.items() if f"/{name}".endswith(f"/{'/'.join(path)}")), None)
+    if own is None or name not in there or name not in wanted:
+        return False
+    (dtype, shape), (other, now) = (kinds[name].split(" ", 1) for kinds in (there, wanted))
+    shape, now = json.loads(shape), json.loads(now)
+    return dtype == other and shape[1:] == now[1:] and min(shape[:1] + now[:1], default=0) >= own

@@ -1,8 +1,9 @@
-"""One training step of the drafter: the backbone computes, stays as it is, and gets no gradient."""
+"""One training step of the drafter, and one look at it: the backbone computes, stays as it is, and gets no gradient."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,15 @@ from dsv41.checkpoint.placement import ParameterTree
 from dsv41.declared import parameter_partitions
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
-from dsv41.training.dspark import DraftSums, DsparkConfig, draft_losses, draft_metrics
+from dsv41.training.dspark import (
+    DraftSums,
+    DraftTerms,
+    DsparkConfig,
+    choose_anchors,
+    draft_losses,
+    draft_metrics,
+    draft_terms,
+)
 from dsv41.training.forward import TrainBatch, Variables, forward
 from dsv41.training.placement import held, joined, master_partitions
 from dsv41.training.step import summed
@@ -51,11 +60,7 @@ def draft_sums_and_gradient(
         mine = sums._replace(loads={})
         return jax.tree.map(lambda x: parallel.sum(x, "batch"), mine)._replace(loads=sums.loads)
 
-    if parallel.mesh is not None:
-        nothing, rows = PartitionSpec(), parallel.spec("batch")
-        variables = {"params": parameter_partitions(recipe.model, parallel), "constants": nothing}
-        specs = (master_partitions(recipe.drafter), variables, rows, nothing)
-        run = jax.shard_map(run, mesh=parallel.mesh, in_specs=specs, out_specs=nothing, check_vma=False)
+    run = _on_mesh(recipe, run, PartitionSpec())
 
     def loss(params: ParameterTree) -> tuple[jax.Array, DraftSums]:
         sums = run(params, backbone, batch, key)
@@ -63,6 +68,39 @@ def draft_sums_and_gradient(
 
     (_, sums), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     return sums, gradient
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def held_out_terms(
+    recipe: DraftRecipe, params: ParameterTree, backbone: Variables, batch: TrainBatch, key: jax.Array
+) -> DraftTerms:
+    """The terms of a batch, whole on every device: for metrics, and for :func:`~dsv41.training.dspark.calibrate`.
+
+    Args:
+      params: the drafter's masters.
+      key: chooses the anchors, the same ones on every mesh.
+    """
+    parallel = recipe.model.settings.parallel
+
+    def run(params: ParameterTree, backbone: Variables, batch: TrainBatch, columns: jax.Array) -> DraftTerms:
+        outputs, own = forward(recipe.model, backbone, batch), joined(recipe.drafter, params)
+        terms, _ = draft_terms(recipe.model, recipe.drafter, backbone, own, outputs, batch, columns)
+        return jax.tree.map(lambda x: parallel.gather(x, "batch", 0), terms)
+
+    columns = choose_anchors(key, batch, recipe.options.anchors)
+    return _on_mesh(recipe, run, parallel.spec("batch"))(params, backbone, batch, columns)
+
+
+def _on_mesh(recipe: DraftRecipe, run: Callable, last: PartitionSpec) -> Callable:
+    """A function of masters, backbone, rows, and what lies as ``last`` says, one program a device; its result is whole
+    on each."""
+    parallel = recipe.model.settings.parallel
+    if parallel.mesh is None:
+        return run
+    nothing = PartitionSpec()
+    variables = {"params": parameter_partitions(recipe.model, parallel), "constants": nothing}
+    specs = (master_partitions(recipe.drafter), variables, parallel.spec("batch"), last)
+    return jax.shard_map(run, mesh=parallel.mesh, in_specs=specs, out_specs=nothing, check_vma=False)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -14,7 +14,6 @@ Entries of all columns are made once and gathered for each anchor. Nothing here 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -33,9 +32,9 @@ from dsv41.model import Model
 from dsv41.sharding.load import expert_load
 from dsv41.state.ring import Ring
 from dsv41.steps.draft import block_embeddings
-from dsv41.training.forward import Outputs, TrainBatch, Variables, forward
+from dsv41.training.forward import Outputs, TrainBatch, Variables
 from dsv41.training.statistics import find
-from pallas_kernels.tiling import TEMPORARY_BYTES, pad_axis
+from pallas_kernels.tiling import TEMPORARY_BYTES, map_query_tiles, pad_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,24 +230,20 @@ def _by_tiles(
         targets int32 ``[n]``, live bool ``[n]``.
     """
 
-    @jax.checkpoint
-    def some(part: list[jax.Array]) -> tuple[jax.Array, ...]:
-        hidden, backbone, tokens, targets, live = part
-        hidden, backbone = (jnp.where(live[:, None], x, 0) for x in (hidden, backbone))
+    def some(_, hidden: jax.Array, backbone: jax.Array, tokens: jax.Array, targets: jax.Array, live: jax.Array):
+        hidden, backbone = (jnp.where(live[..., None], x, 0) for x in (hidden, backbone))
         bias = drafter.apply(drafting, tokens, method="markov")
         normed = drafter.apply(drafting, hidden, method="norm")
         log_q = jax.nn.log_softmax(model.apply(variables, normed, method="logits") + bias.logits)
         p = jax.nn.softmax(model.apply(variables, backbone, method="logits"))
-        cross_entropy = -jnp.take_along_axis(log_q, targets[:, None], axis=-1)[:, 0]
+        cross_entropy = -jnp.take_along_axis(log_q, targets[..., None], axis=-1)[..., 0]
         total_variation = 0.5 * jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1)
         confidence = drafter.apply(drafting, hidden, bias.embedding, method="confidence")
         return tuple(jnp.where(live, term, 0) for term in (cross_entropy, total_variation, confidence))
 
-    n = len(parts[0])
-    tile = min(n, max(1, TEMPORARY_BYTES // (4 * model.settings.text.vocab_size)))
-    count = -(-n // tile)
-    tiled = [pad_axis(part, 0, count * tile - n).reshape(count, tile, *part.shape[1:]) for part in parts]
-    return tuple(term.reshape(-1)[:n] for term in lax.map(some, tiled))
+    tile = max(1, TEMPORARY_BYTES // (4 * model.settings.text.vocab_size))
+    terms = map_query_tiles(some, tile, tuple(part[None] for part in parts), differentiable=True)
+    return tuple(term[0] for term in terms)
 
 
 def sum_terms(options: DsparkConfig, terms: DraftTerms, loads: Mapping[str, jax.Array]) -> DraftSums:
@@ -276,22 +271,6 @@ def sum_terms(options: DsparkConfig, terms: DraftTerms, loads: Mapping[str, jax.
         jnp.sum(live, axis=(0, 1)),
         loads,
     )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def held_out_terms(
-    model: Model,
-    drafter: Drafter,
-    anchors: int,
-    variables: Variables,
-    drafter_params: ParameterTree,
-    batch: TrainBatch,
-    key: jax.Array,
-) -> DraftTerms:
-    """Terms of a held-out batch, the backbone's pass included: for metrics, and for :func:`calibrate`."""
-    outputs = forward(model, variables, batch)
-    columns = choose_anchors(key, batch, anchors)
-    return draft_terms(model, drafter, variables, drafter_params, outputs, batch, columns)[0]
 
 
 def calibrate(held_out: Iterable[DraftTerms]) -> np.ndarray:

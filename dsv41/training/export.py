@@ -11,9 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from dsv41.checkpoint import CheckpointReader, checkpoint_layout, copy_checkpoint, save_checkpoint
+from dsv41.checkpoint import (
+    CheckpointReader,
+    abstract_parameters,
+    checkpoint_layout,
+    copy_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from dsv41.checkpoint.placement import ParameterTree, Path, flatten_tree, parameter_place, unflatten_tree
-from dsv41.checkpoint.safetensors_io import SHARD_BYTES
+from dsv41.checkpoint.safetensors_io import NUMPY_DTYPES, SHARD_BYTES
 from dsv41.config import ModelConfig
 from dsv41.declared import abstract_variables, padded_leaves
 from dsv41.layers.dspark import Drafter
@@ -79,6 +86,7 @@ def export_checkpoint(
     drafter_params: ParameterTree | None = None,
     plain: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    vision: pathlib.Path | None = None,
 ) -> None:
     """Writes a trained model as a public checkpoint.
 
@@ -87,17 +95,38 @@ def export_checkpoint(
       params: masters; those of the drafter as its own tree. Without one the checkpoint has no drafter.
       plain: True writes floats whatever the configuration says, to measure what packing costs.
       shard_bytes: see :func:`~dsv41.checkpoint.save_checkpoint`.
+      vision: directory of a checkpoint whose vision part, which is not trained, goes along to the bit if there is one.
 
     Raises:
-      CheckpointError: see :func:`~dsv41.checkpoint.save_checkpoint`.
+      CheckpointError: see :func:`~dsv41.checkpoint.save_checkpoint`; or the vision part does not fit.
     """
     pack = plain_parameters if plain else packed_parameters
     tree = pack(model, params)
     if drafter is not None:
         tree = tree | {"dspark": pack(drafter, drafter_params)}
     config = model.settings.config
+    if vision is not None:
+        tree = tree | _vision_parameters(vision, config)
     config = dataclasses.replace(config, quantization=None) if plain else config
     save_checkpoint(tree, config, directory, shard_bytes)
+
+
+def _vision_parameters(directory: pathlib.Path, config: ModelConfig) -> ParameterTree:
+    """A checkpoint's vision part, leaves in the dtypes that they are stored in; empty if it has none."""
+    layout = {name: spec for name, spec in checkpoint_layout(config).items() if spec.part == "vision"}
+    stored = {}
+    if any(directory.glob("*.safetensors")):
+        reader = CheckpointReader(directory)
+        stored = {name: spec for name, spec in reader.specs().items() if name in layout}
+    if not stored:
+        return {}
+    target = flatten_tree(abstract_parameters(config, parts=["vision"]))
+    for name, (dtype, _) in stored.items():
+        path = parameter_place(config, name).path
+        # Blocks share leaves, so they get the wider dtype of theirs.
+        wide = jnp.promote_types(target[path].dtype, NUMPY_DTYPES[dtype])
+        target[path] = jax.ShapeDtypeStruct(target[path].shape, wide)
+    return load_checkpoint(reader, config, unflatten_tree(target))
 
 
 def export_drafter(

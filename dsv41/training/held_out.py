@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec
 from dsv41.sharding.parallel import Parallel
 from dsv41.sharding.steps import place
 from dsv41.training.data import Batch, DataConfig, held_out_batches
-from dsv41.training.draft_step import DraftRecipe
-from dsv41.training.dspark import DraftTerms, draft_metrics, held_out_terms, sum_terms
+from dsv41.training.draft_step import DraftRecipe, held_out_terms
+from dsv41.training.dspark import DraftTerms, draft_metrics, sum_terms
 from dsv41.training.forward import TrainBatch, Variables, alignment
 from dsv41.training.losses import LossConfig
 from dsv41.training.packing import Documents
-from dsv41.training.placement import as_declared, master_partitions
+from dsv41.training.placement import master_partitions
 from dsv41.training.step import Counts, Recipe, loss_sums
 from dsv41.training.update import TrainState
 
@@ -83,7 +83,7 @@ def _sums(recipe: Recipe, params: Any, constants: Any, batch: TrainBatch) -> jax
 
 def drafter_metrics(recipe: DraftRecipe, backbone: Variables, data: DataConfig, documents: Documents) -> Evaluate:
     """Measures a drafter's state: what :func:`~dsv41.training.dspark.draft_metrics` says, of the same anchors each
-    time. One device only."""
+    time, on one device and on a mesh."""
 
     def evaluate(state: TrainState) -> Measured:
         terms = drafter_terms(recipe, backbone, data, documents, best_params(state))
@@ -98,11 +98,10 @@ def drafter_metrics(recipe: DraftRecipe, backbone: Variables, data: DataConfig, 
 def drafter_terms(
     recipe: DraftRecipe, backbone: Variables, data: DataConfig, documents: Documents, params: Any
 ) -> Iterator[DraftTerms]:
-    """The terms of every held-out batch, for metrics and for calibration; ``params`` are the drafter's masters."""
-    own = as_declared(recipe.drafter, params)
-    batches = held_out_batches(data, documents, alignment(recipe.model.settings))
-    for number, batch in enumerate(batches):
+    """The terms of every held-out batch, on the host, for metrics and for calibration; ``params`` are the drafter's
+    masters."""
+    settings = recipe.model.settings
+    for number, batch in enumerate(held_out_batches(data, documents, alignment(settings))):
         key = jax.random.fold_in(jax.random.key(recipe.seed), number)
-        yield held_out_terms(
-            recipe.model, recipe.drafter, recipe.options.anchors, backbone, own, TrainBatch(**batch), key
-        )
+        terms = held_out_terms(recipe, params, backbone, placed(batch, settings.parallel), key)
+        yield jax.tree.map(np.asarray, terms)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dsv41.checkpoint import CheckpointError, CheckpointReader, checkpoint_layout
 from dsv41.checkpoint.placement import ParameterTree
-from dsv41.declared import abstract_variables
+from dsv41.declared import abstract_variables, padded_leaves
 from dsv41.layers.dspark import Drafter
 from dsv41.loading import checkpoint_token_map, checkpoint_variables, load_drafter, token_map_on_devices
 from dsv41.model import Model
@@ -59,7 +59,7 @@ def first_masters(source: ModelSource, model: Model, tokenizer: Tokenizer) -> tu
         )
     }
     if source.start is not None:
-        return restore_parameters(source.start, _float32(model)), constants
+        return restore_parameters(source.start, _float32(model), padded_leaves(model)), constants
     return initial_parameters(model, source.seed), constants
 
 

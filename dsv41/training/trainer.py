@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dsv41.training.checkpoints import Checkpoints, abstract_state, claim_directory
+from dsv41.training.checkpoints import NOT_PADDED, Checkpoints, Padded, abstract_state, claim_directory
 from dsv41.training.config import MAY_CHANGE, TrainConfigError
 from dsv41.training.display import Display
 from dsv41.training.metrics import MetricsLog
@@ -108,6 +108,7 @@ class Trainer:
         directory: pathlib.Path,
         config: Any,
         fresh: bool = False,
+        padded: Padded = NOT_PADDED,
     ) -> None:
         """
         Args:
@@ -121,8 +122,9 @@ class Trainer:
           directory: of the run, see checkpoints.py. It need not exist.
           config: the whole configuration, a dataclass: a directory with a run of another one is refused.
           fresh: True also refuses a directory with a run of this one, which is else gone on with.
+          padded: see :meth:`~dsv41.training.checkpoints.Checkpoints.restore`.
         """
-        self._step, self._state, self._data, self._evaluate = step, state, data, evaluate
+        self._step, self._state, self._data, self._evaluate, self._padded = step, state, data, evaluate, padded
         self._options, self._directory, self._config, self._fresh = options, directory, config, fresh
 
     def run(self) -> Outcome:
@@ -157,7 +159,7 @@ class Trainer:
             return 0, state
         like = abstract_state(state)
         del state  # there may be room for one only
-        first, state, position = checkpoints.restore(like)
+        first, state, position = checkpoints.restore(like, self._padded)
         self._data.set_state(position)
         return first, state
 

@@ -19,7 +19,7 @@ from dsv41.training.dspark import DsparkConfig, draft_terms, sum_terms
 from dsv41.training.forward import TrainBatch, forward
 from dsv41.verification.golden import Golden
 from dsv41.verification.gradients import GRADIENT_LIMIT
-from dsv41.verification.table import Row, at_most, relative_rms, reported
+from dsv41.verification.table import Row, at_most, largest, relative_rms, reported
 
 _SET = "expected_dspark"
 
@@ -70,7 +70,7 @@ def compare_draft_gradients(golden: Golden, variables: Mapping, drafter_params: 
 
     norms = {f"mtp.{name}": norm for name, norm in checks[f"{prefix}grad_norm"].items()}
     mine = {name: float(np.linalg.norm(tensor(name).astype(np.float64))) for name in norms}
-    without = [name for name, norm in norms.items() if norm is None]
+    without = [mine[name] for name, norm in norms.items() if norm is None]
     by_norm = {name: abs(mine[name] - norm) / norm for name, norm in norms.items() if norm is not None}
     whole = {
         key: relative_rms(tensor(key.removeprefix(f"{prefix}grad.")), theirs)
@@ -81,13 +81,13 @@ def compare_draft_gradients(golden: Golden, variables: Mapping, drafter_params: 
     is_held = preset == "off"
     errors = [("cross-entropy", "relative", abs(loss / checks[f"{prefix}cross_entropy"] - 1), "")]
     for what, measured in (("norms", by_norm), ("whole", whole)):
-        worst = max(measured, key=measured.__getitem__)
-        errors.append((what, "largest relative", measured[worst], f"{len(measured)}; largest: {worst}"))
+        worst, error = largest(measured)
+        errors.append((what, "largest relative", error, f"{len(measured)}; largest: {worst}"))
     rows = [
         at_most(group, name, measure, error, GRADIENT_LIMIT, note)
         if is_held
         else reported(group, name, measure, error, note)
         for name, measure, error, note in errors
     ]
-    pathless = max((mine[name] for name in without), default=0.0)
+    pathless = np.max(without, initial=0.0)
     return [*rows, at_most(group, "parameters without a path", "norm", pathless, 0.0, str(len(without)))]

@@ -19,7 +19,7 @@ from dsv41.training.losses import LossConfig
 from dsv41.training.step import Counts, Recipe, loss_and_gradient
 from dsv41.training.update import Update, masters
 from dsv41.verification.golden import Golden
-from dsv41.verification.table import Row, at_most, relative_rms, reported
+from dsv41.verification.table import Row, at_most, largest, relative_rms, reported
 
 GRADIENT_LIMIT = 1e-4
 """Relative, of a norm or of a whole gradient, rounding off. With rounding on a flipped value is a true difference."""
@@ -54,11 +54,11 @@ def _compare(golden: Golden, prefix: str, loss: float, ours: Mapping[tuple[str, 
     checks = json.loads((golden.directory / "expected_grad.json").read_text())["checks"]
     group, is_exact = ("gradients, rounding on", False) if prefix else ("gradients, rounding off", True)
     norms = {name: norm for name, norm in checks[f"{prefix}grad_norm"].items() if _is_text(name)}
-    errors, paths = {}, 0.0
+    errors, without = {}, []
     for name, norm in norms.items():
         mine = float(np.linalg.norm(_tensor(golden, ours, name).astype(np.float64)))
         if norm is None:
-            paths = max(paths, mine)
+            without.append(mine)
         else:
             errors[name] = abs(mine - norm) / norm
     expected = golden.tensors("expected_grad")
@@ -71,15 +71,15 @@ def _compare(golden: Golden, prefix: str, loss: float, ours: Mapping[tuple[str, 
             whole[name] = relative_rms(mine[ids] if name.endswith(".rows") else mine, theirs)
     rows = [
         at_most(group, "loss", "relative", abs(loss / checks[f"{prefix}loss"] - 1), GRADIENT_LIMIT),
-        at_most(group, "parameters without a path", "norm", paths, 0.0, f"{sum(n is None for n in norms.values())}"),
+        at_most(group, "parameters without a path", "norm", np.max(without, initial=0.0), 0.0, f"{len(without)}"),
     ]
     for what, measured in (("norms", errors), ("whole", whole)):
-        worst = max(measured, key=measured.__getitem__)
+        worst, error = largest(measured)
         note = f"{len(measured)}; largest: {worst}"
         if is_exact:
-            rows.append(at_most(group, f"gradients, {what}", "largest relative", measured[worst], GRADIENT_LIMIT, note))
+            rows.append(at_most(group, f"gradients, {what}", "largest relative", error, GRADIENT_LIMIT, note))
         else:
-            rows.append(reported(group, f"gradients, {what}", "largest relative", measured[worst], note))
+            rows.append(reported(group, f"gradients, {what}", "largest relative", error, note))
         median = float(np.median(list(measured.values())))
         rows.append(at_most(group, f"gradients, {what}", "median relative", median, GRADIENT_LIMIT))
     return rows

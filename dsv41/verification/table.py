@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -100,6 +100,11 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     """Mean cosine of rows."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     return float(np.mean(np.sum(a * b, -1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))))
+
+
+def largest(measured: Mapping[str, float]) -> tuple[str, float]:
+    """The name and value of the largest; a NaN is larger than all (``max`` would pass over it)."""
+    return max(measured.items(), key=lambda item: np.nan_to_num(item[1], nan=np.inf))
 
 
 def failed(rows: Iterable[Row]) -> list[Row]:
