@@ -40,7 +40,7 @@ os.environ.setdefault(
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # Tracing makes many objects that live long: Python would look through all of them for garbage again and again.
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(500_000, 50, 100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
