@@ -14,12 +14,15 @@ from dsv41.sharding.rules import MeshError
 from tests.helpers import random_model
 from tests.test_sharded_steps import WIDE, divided, meshed
 
+# With the kind of layer that only attends to what another has chosen.
+REUSING = WIDE | {"num_hidden_layers": 4, "compress_ratios": (2, 1, 1, 1)}
+
 OPTIONS = EngineOptions(max_batch=4, max_length=96, prefill=PrefillOptions(chunk_sizes=(32,)))
 
 
 @pytest.fixture(scope="module")
 def wide() -> tuple[Model, dict]:
-    return random_model(False, **WIDE)
+    return random_model(False, **REUSING)
 
 
 def test_requests_on_a_mesh(wide):
