@@ -134,15 +134,16 @@ def test_compiling_does_not_grow_with_depth():
 NOTHING_ELSE = {"num_nextn_predict_layers": 0, "dspark_target_layer_ids": ()}
 
 LAYOUTS = {
-    # Ratio 3, a pool that a Reindex layer makes, two residual streams, Engrams in the encoder and in the decoder,
-    # DSpark's taps.
-    "ratio 3, Reindex makes the pool": {
+    # Ratio 3, two residual streams, Engrams in the encoder and in the decoder, DSpark's taps; a Reindex layer makes a
+    # pool that has room for 4 entries, and the selection has for 8.
+    "ratio 3, Reindex makes a pool smaller than top-k": {
         "num_hidden_layers": 4,
         "num_nextn_predict_layers": 0,
         "compress_ratios": (3, 1, 1, 1),
         "kv_source_layer_ids": (0, 1),
         "index_source_layer_ids": (0, 1, 2, 3),
         "candidate_source_layer_id": 2,
+        "candidate_topk_blocks": 2,
         "engram_layer_ids": (0, 3),
         "engram_num_embeddings": (1362, 1552),
         "hc_mult": 2,
@@ -159,7 +160,7 @@ LAYOUTS = {
         "candidate_source_layer_id": None,
         "engram_layer_ids": (2,),
     },
-    # No source at all: no decoder.
+    # No source at all: no decoder. No Engram.
     "window only": NOTHING_ELSE
     | {
         "num_hidden_layers": 2,
@@ -167,17 +168,6 @@ LAYOUTS = {
         "kv_source_layer_ids": (),
         "index_source_layer_ids": (),
         "candidate_source_layer_id": None,
-        "engram_layer_ids": (1,),
-    },
-    # The pool has room for 4 entries, the selection for 8. No Engram.
-    "pool smaller than top-k": NOTHING_ELSE
-    | {
-        "num_hidden_layers": 2,
-        "compress_ratios": (1, 1),
-        "kv_source_layer_ids": (0,),
-        "index_source_layer_ids": (0, 1),
-        "candidate_source_layer_id": 0,
-        "candidate_topk_blocks": 2,
         "engram_layer_ids": (),
         "engram_num_embeddings": (),
     },

@@ -38,6 +38,7 @@ from tests.test_sharded_steps import WIDE, meshed
 LAYOUT = SMALL_LAYOUT | {
     "num_nextn_predict_layers": 1,
     "compress_ratios": (2, 2, 1, 1, 0),
+    "engram_layer_ids": (0,),
     "dspark_target_layer_ids": (3,),
 }
 LENGTH = 48

@@ -27,9 +27,10 @@ from dsv41.steps.prefill import decode_and_commit, encode_and_commit
 from dsv41.training.forward import TrainBatch, alignment, forward
 from dsv41.training.losses import LossConfig
 from dsv41.training.optimizers import OptimizerConfig, parameter_groups
+from dsv41.training.placement import abstract_masters
 from dsv41.training.step import Counts, Recipe, Sums, loss_and_gradient, train_step
 from dsv41.training.update import TrainState, Update, masters
-from tests.helpers import random_model, random_tokens
+from tests.helpers import random_model, random_tokens, with_text
 from tests.test_sharded_steps import WIDE, divided, meshed
 
 # As encoder a Full layer with an Engram, as decoder a Full layer with candidate pool and a Reindex layer.
@@ -187,11 +188,23 @@ def primitives(jaxpr: Any) -> Counter:
 
 
 def test_recomputed_layers_keep_their_choices():
-    """The backward pass has no top-k of its own, and as many products as it was told."""
+    """The backward pass has no top-k of its own, and as many products as it was told. They are counted in a decoder: a
+    Full layer with candidate pool and a Reindex layer."""
+    decoder = {
+        "num_hidden_layers": 2,
+        "compress_ratios": (1, 1),
+        "kv_source_layer_ids": (0,),
+        "index_source_layer_ids": (0, 1),
+        "candidate_source_layer_id": 0,
+        "engram_layer_ids": (),
+        "engram_num_embeddings": (),
+    }
     counts = {}
     for remat in ("nothing", "products", "choices"):
-        arguments = (variables()["params"], variables()["constants"], full(), None, Counts.of(full()))
-        counts[remat] = primitives(_gradient.trace(recipe(model_of(remat)), *arguments).jaxpr)
+        settings = model_of(remat).settings
+        model = Model(dataclasses.replace(settings, config=with_text(settings.config, **decoder)))
+        arguments = (abstract_masters(model), variables()["constants"], full(), None, Counts.of(full()))
+        counts[remat] = primitives(_gradient.trace(recipe(model), *arguments).jaxpr)
     assert counts["choices"]["top_k"] == counts["products"]["top_k"] == counts["nothing"]["top_k"] > 0
     products = {remat: count["dot_general"] for remat, count in counts.items()}
     assert products["nothing"] < products["products"] < products["choices"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -200,10 +201,17 @@ def _drafter(config: TrainConfig, model: Model, tokenizer: Tokenizer, held_out: 
 
 
 def _update(config: TrainConfig, module: Model | Drafter) -> Update:
+    return _update_of(config.optimizer, config.schedule, module, config.bias_rate, config.trainer.ema)
+
+
+@functools.lru_cache(maxsize=8)
+def _update_of(
+    optimizer: OptimizerConfig, schedule: ScheduleConfig, module: Model | Drafter, bias_rate: float, ema: float
+) -> Update:
+    """Made once, so that a process which goes on with a run finds the step that it has compiled."""
     declared = declared_variables(module)
-    parallel = module.settings.parallel
-    optimizer = make_optimizer(config.optimizer, declared, make_schedule(config.schedule), parallel)
-    return Update.of(optimizer, parameter_groups(config.optimizer, declared), config.bias_rate, config.trainer.ema)
+    rule = make_optimizer(optimizer, declared, make_schedule(schedule), module.settings.parallel)
+    return Update.of(rule, parameter_groups(optimizer, declared), bias_rate, ema)
 
 
 class MicroBatches:

@@ -98,7 +98,8 @@ class Update(NamedTuple):
         flat = flatten_tree(trained_gradients(gradient, groups))
         finite = jnp.stack([jnp.all(jnp.isfinite(flat[path])) for path in sorted(flat)])
         norm = gradient_norm(gradient, groups)
-        sound = jnp.all(finite) & jnp.isfinite(loss) & jnp.isfinite(norm)
+        # The norm is not finite where any gradient is not. XLA would compute all their flags again at each leaf below.
+        sound = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
         free = {"/".join(p[:-1]) for p, how in groups.items() if how.group is Group.ROUTER_BIAS}
         loads = ({router: load for router, load in of.items() if router in free} for of in (text, image))
