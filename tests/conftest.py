@@ -14,7 +14,12 @@ from dsv41.config import load_config
 from dsv41.model import Model
 from dsv41.settings import Settings
 from dsv41.verification.golden import Golden
-from tests.fixtures_engine import default_engine, mini8_engine  # noqa: F401 (fixtures)
+from tests.fixtures_engine import (  # noqa: F401 (fixtures)
+    default_engine,
+    drafting_engine,
+    mini8_engine,
+    random_engines_made_once,
+)
 
 GOLDEN = pathlib.Path(__file__).parent / "data" / "golden"
 PAGE_TOKENS = 8
@@ -49,7 +54,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # A process keeps what it has traced and compiled: files that use the same programs go to one, the longest first.
 _TOGETHER = {
-    "engines": ("test_cli.py", "test_generate.py", "test_speculative_engine.py", "test_picture_prompts.py"),
+    "engines": (
+        "test_cli.py",
+        "test_generate.py",
+        "test_speculative_engine.py",
+        "test_acceptance_eval.py",
+        "test_picture_prompts.py",
+        "test_nano.py",
+    ),
     "checkpoints": (
         "test_checkpoint.py",
         "test_checkpoint_load.py",
@@ -58,23 +70,47 @@ _TOGETHER = {
     ),
     "states": ("test_invariants.py", "test_faults.py", "test_engram_steps.py", "test_evaluation.py"),
 }
-_FIRST = ("engines", "states", "test_verify.py", "test_speculation.py", "test_tpu_aot.py", "test_sharded_steps.py")
+_FIRST = (
+    "test_verify.py",
+    "engines",
+    "states",
+    "test_notebooks.py",
+    "test_train_mesh.py",
+    "test_quality.py",
+    "test_training_forward.py",
+    "test_training_dspark.py",
+    "test_speculation.py",
+    "test_tpu_aot.py",
+    "test_sharded_steps.py",
+)
 _GROUPS = {name: group for group, names in _TOGETHER.items() for name in names}
+
+
+def _group(file: str) -> str:
+    return _GROUPS.get(file, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Gives each process whole groups; the plugin's own grouping by marks does nothing under pytest 9."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(pathlib.PurePath(nodeid.partition("::")[0]).name)
+
+    return ByGroup(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests by processes; those marked ``gpu`` are skipped where there is none."""
-
-    def group(item: pytest.Item) -> str:
-        return _GROUPS.get(item.path.name, item.path.name)
+    """Puts the longest groups first; tests marked ``gpu`` are skipped where there is none."""
 
     def place(item: pytest.Item) -> int:
-        return _FIRST.index(group(item)) if group(item) in _FIRST else len(_FIRST)
+        group = _group(item.path.name)
+        return _FIRST.index(group) if group in _FIRST else len(_FIRST)
 
     items.sort(key=place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
     if any(item.get_closest_marker("gpu") for item in items) and jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):

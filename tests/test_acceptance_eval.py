@@ -30,20 +30,15 @@ from tests.helpers import random_tokens
 MINI8 = GOLDEN / "mini8" / "fp8"
 NANO = pathlib.Path(data.__file__).parent.parent / "data" / "nano"
 PROMPTS = [random_tokens(i, n).tolist() for i, n in enumerate((7, 33, 18))]
-NEW_TOKENS = 24
+NEW_TOKENS = 10
 
 
 # ---------------------------------------------------------------- verification
 
 
-@pytest.fixture(scope="module")
-def three_drafts() -> Engine:
-    return Engine.from_checkpoint(MINI8, dataclasses.replace(MINI8_OPTIONS, speculative=3))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_is_measured_is_what_the_engine_does(three_drafts, mini8_engine, temperature):
-    row = measure_acceptance(three_drafts, mini8_engine, PROMPTS, NEW_TOKENS, temperature, seed=4)
+def test_what_is_measured_is_what_the_engine_does(drafting_engine, mini8_engine):
+    temperature = 0.8  # greedy below, by the command
+    row = measure_acceptance(drafting_engine, mini8_engine, PROMPTS, NEW_TOKENS, temperature, seed=4)
     requests = [
         Request(tokens=prompt, max_new_tokens=NEW_TOKENS, temperature=temperature, seed=4 + i)
         for i, prompt in enumerate(PROMPTS)
@@ -65,22 +60,22 @@ def test_what_is_measured_is_what_the_engine_does(three_drafts, mini8_engine, te
     assert row["speedup"] == pytest.approx(row["tokens_per_s"] / row["plain_tokens_per_s"])
 
 
-def test_engines_are_told_apart(three_drafts, mini8_engine):
+def test_engines_are_told_apart(drafting_engine, mini8_engine):
     with pytest.raises(ValueError, match="drafting: this engine was made without speculative"):
         measure_acceptance(mini8_engine, mini8_engine, PROMPTS, 2)
     with pytest.raises(ValueError, match="plain: this engine was made with speculative 3"):
-        measure_acceptance(three_drafts, three_drafts, PROMPTS, 2)
-    plain = without_drafts(three_drafts)
-    assert plain.options == dataclasses.replace(three_drafts.options, speculative=None)
-    assert plain.variables is three_drafts.variables
+        measure_acceptance(drafting_engine, drafting_engine, PROMPTS, 2)
+    plain = without_drafts(drafting_engine)
+    assert plain.options == dataclasses.replace(drafting_engine.options, speculative=None)
+    assert plain.variables is drafting_engine.variables
 
 
-def test_eval_drafts_prints_a_row_a_temperature(capsys, monkeypatch, three_drafts):
+def test_eval_drafts_prints_a_row_a_temperature(capsys, monkeypatch, drafting_engine):
     made = []
 
     def from_checkpoint(directory: pathlib.Path, options: EngineOptions) -> Engine:
         made.append((directory, options))
-        return three_drafts
+        return drafting_engine
 
     monkeypatch.setattr(Engine, "from_checkpoint", from_checkpoint)
     options = ["--prompts", "2", "--prompt-length", "9", "--new-tokens", "7", "--speculative", "3", "--deterministic"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import pathlib
 import re
@@ -17,7 +16,7 @@ from dsv41.commands import inspect
 from dsv41.inference.engine import Engine
 from dsv41.inference.requests import Request
 from dsv41.tokens.chat import ChatFormat
-from tests.fixtures_engine import DEFAULT_OPTIONS, GOLDEN, MINI8_OPTIONS
+from tests.fixtures_engine import DEFAULT_OPTIONS, GOLDEN, MINI8_OPTIONS, NANO_FLAGS
 
 ROOT = pathlib.Path(__file__).parent.parent
 OFFICIAL = ROOT / "configs" / "deepseek-v4.1-flash"
@@ -34,13 +33,7 @@ DEFAULT_FLAGS = [
 MINI8_FLAGS = ["--checkpoint", str(MINI8), "--deterministic", "--batch", str(MINI8_OPTIONS.max_batch), "--chunk", "16"]
 
 
-_random_engine = functools.cache(Engine.random)
-
-
-@pytest.fixture(autouse=True)
-def _engines_with_random_weights_are_made_once(monkeypatch):
-    """Drawing the weights and reading the vocabulary is most of what such a command takes."""
-    monkeypatch.setattr(Engine, "random", _random_engine)
+pytestmark = pytest.mark.usefixtures("random_engines_made_once")
 
 
 @pytest.fixture
@@ -220,7 +213,8 @@ def test_generate_refuses_before_it_makes_an_engine(run, monkeypatch, argv, mess
 
 def test_speculation_is_reported(run, tmp_path):
     prompts = write_lines(tmp_path / "in.jsonl", {"tokens": [5, 6, 7]}, {"tokens": [8, 9] * 9, "temperature": 0.9})
-    flags = ["--max-new-tokens", 12, *MINI8_FLAGS]
+    new_tokens = 8
+    flags = ["--max-new-tokens", new_tokens, *MINI8_FLAGS]
     lines = {}
     for name, options in (("plain", []), ("drafts", ["--speculative", 3]), ("auto", ["--speculative"])):
         out = tmp_path / f"{name}.jsonl"
@@ -231,7 +225,7 @@ def test_speculation_is_reported(run, tmp_path):
         assert (steps is not None) == bool(options)
         if name == "drafts":
             accepted = sum(int(n) for n in re.findall(r"(\d+)/\d+ \(", err))
-            assert int(steps[1]) + accepted == 2 * 11  # all tokens but the prompts' own, less what was cut off
+            assert int(steps[1]) + accepted == 2 * (new_tokens - 1)  # all tokens but the prompts' own
             assert float(steps[2]) == pytest.approx(accepted / int(steps[1]), abs=0.005)
     assert lines["drafts"] == lines["auto"] == lines["plain"]
 
@@ -412,8 +406,9 @@ def test_the_readme_command_lines_run(run, monkeypatch, tmp_path, line, default_
     for name in ("tests", "configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)  # a line may write a file
-    flags = MINI8_FLAGS[2:] if "--checkpoint" in line else DEFAULT_FLAGS if "--random" in line else ["--chunk", "64"]
-    code, _, err = run(*shlex.split(line)[1:], *flags)
+    flags = MINI8_FLAGS[2:] if "--checkpoint" in line else DEFAULT_FLAGS if "--random" in line else NANO_FLAGS
+    limit = [] if "--max-new-tokens" in line else ["--max-new-tokens", "6"]
+    code, _, err = run(*shlex.split(line)[1:], *flags, *limit)
     assert code == 0, err
     assert re.search(r"prompt tokens, \d+ new", err)
     assert ("--speculative" in line) == ("speculation: " in err)

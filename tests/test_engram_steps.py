@@ -288,8 +288,11 @@ def test_a_tree_without_tables_loads_without_reading_them():
     assert not [name for name in read if name.startswith("layers.1.engram.embed")]
 
 
-def test_the_official_model_without_tables_is_half_of_it():
-    config = load_config(GOLDEN.parents[2] / "configs" / "deepseek-v4.1-flash")
+def test_the_official_tables_are_no_parameters_of_a_model_without():
+    """In fewer layers, which are declared sooner: the tables are those of all forty."""
+    official = load_config(GOLDEN.parents[2] / "configs" / "deepseek-v4.1-flash")
+    sizes = {"engram_num_embeddings": official.text.engram_num_embeddings}
+    config = with_text(official, **LAYOUT | sizes)
 
     def parameters(in_step: bool) -> int:
         leaves = jax.tree.leaves(abstract_variables(Model(Settings.default(config, engram_in_step=in_step))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -15,7 +14,7 @@ import pytest
 from dsv41.cli import main
 from dsv41.config import load_config
 from dsv41.declared import abstract_variables
-from dsv41.evaluation import widths
+from dsv41.evaluation import speed, widths
 from dsv41.evaluation.replay import compare_replay, random_prompts
 from dsv41.model import Model, TokenBatch
 from dsv41.settings import Settings
@@ -23,6 +22,7 @@ from dsv41.state.request import create_state
 from dsv41.steps.decode import generate_step
 from dsv41.steps.prefill import encode_chunk, exact_chunk
 from dsv41.steps.sampling import create_sampler
+from pallas_kernels.benchmark import limits
 from tests.conftest import GOLDEN
 from tests.helpers import SMALL_LAYOUT, random_model, rounding_alike
 
@@ -53,16 +53,26 @@ def test_eval_refuses_prompts_beyond_the_model_s_positions(capsys):
 
 @pytest.fixture
 def two_layers(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A model of two window layers, the least that can be timed."""
+    """A model of two window layers, the least that can be timed, with more experts than tokens choose."""
     data = json.loads((GOLDEN / "mini8" / "f32" / "config.json").read_text())
     data["text_config"] |= {
         "num_hidden_layers": 2, "num_nextn_predict_layers": 0, "compress_ratios": [0, 0], "kv_source_layer_ids": [],
         "index_source_layer_ids": [], "candidate_source_layer_id": None, "dspark_target_layer_ids": [],
+        "n_routed_experts": 64, "num_experts_per_tok": 2,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(data))
     return tmp_path
 
 
+@pytest.fixture
+def quick_limits(monkeypatch):
+    """The machine's limits are measured at sizes that tell little of it, and once."""
+    monkeypatch.setitem(limits._COPY_BYTES, "cpu", 2**22)
+    monkeypatch.setitem(limits._MATMUL_SIZE, "cpu", 128)
+    monkeypatch.setattr(speed, "_seconds", functools.partial(speed._seconds, repeats=1))
+
+
+@pytest.mark.usefixtures("quick_limits")
 def test_bench_prints_speed_floor_and_compile_time(two_layers, capsys):
     options = ["--batch", "2", "--context", "8", "--steps", "2", "--repeats", "2", "--json"]
     assert main(["bench", str(two_layers), *options]) == 0
@@ -76,6 +86,7 @@ def test_bench_prints_speed_floor_and_compile_time(two_layers, capsys):
     assert min(printed["limits"]["bytes_per_s"], printed["limits"]["operations_per_s"]) > 0
 
 
+@pytest.mark.usefixtures("quick_limits")
 def test_bench_at_widths_needs_no_prefill(two_layers, capsys):
     options = ["--widths", "--batch", "2", "--context", "8", "--chunk", "4", "--steps", "2", "--repeats", "2", "--json"]
     assert main(["bench", str(two_layers), *options]) == 0
@@ -88,9 +99,7 @@ def test_bench_at_widths_needs_no_prefill(two_layers, capsys):
 
 def test_tokens_of_a_random_model_choose_experts_evenly(two_layers):
     """As many of them are touched as the floor assumes."""
-    config = load_config(two_layers)
-    text = dataclasses.replace(config.text, n_routed_experts=64, num_experts_per_tok=2)
-    model = widths.shallow_model(dataclasses.replace(config, text=text))
+    model = widths.shallow_model(load_config(two_layers))
     variables = widths.balanced_variables(model)
     tokens = 32
     batch = TokenBatch(jnp.arange(3, 3 + tokens)[None], jnp.full(1, tokens, jnp.int32))

@@ -15,6 +15,7 @@ from dsv41.defaults import NANO_DIRECTORY
 from dsv41.layer_table import Mode, layer_table
 from dsv41.training.build import TrainConfig
 from dsv41.training.config import read_config
+from tests.fixtures_engine import NANO_FLAGS
 
 RECIPE = pathlib.Path(__file__).parent.parent / "configs" / "nano"
 LARGEST_BYTES = 12_500_000
@@ -50,8 +51,8 @@ def test_it_writes_words(capsys):
     """Also with drafts, which change no greedy token."""
     texts = []
     for options in (["--speculative", "3"], []):
-        arguments = ["--prompt", "And it came to pass", "--max-new-tokens", "32", "--deterministic", "--chunk", "64"]
-        assert main(["generate", *arguments, *options]) == 0
+        arguments = ["--prompt", "And it came to pass", "--max-new-tokens", "32"]
+        assert main(["generate", *arguments, *options, *NANO_FLAGS]) == 0
         captured = capsys.readouterr()
         texts.append(captured.out)
     assert texts[0] == texts[1]

@@ -42,6 +42,8 @@ from tests.helpers import (
 )
 from tests.test_cli import DEFAULT_FLAGS, MINI8_FLAGS, ROOT
 
+pytestmark = pytest.mark.usefixtures("random_engines_made_once")
+
 SHAPES = GOLDEN.parent / "pictures" / "shapes.png"
 IMAGE = 500  # the image token of the small vocabularies
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import importlib.util
 import operator
 import pathlib
@@ -22,6 +23,12 @@ def _vocabulary_file() -> pathlib.Path:
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"the vocabulary comes with the package {_PACKAGE!r}, which is not installed")
     return pathlib.Path(spec.submodule_search_locations[0]) / TOKENIZER_FILE
+
+
+@functools.cache
+def _packaged_vocabulary() -> tokenizers.Tokenizer:
+    """Read once a process: it takes about a second, and nothing changes it."""
+    return tokenizers.Tokenizer.from_file(str(_vocabulary_file()))
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -51,7 +58,7 @@ class Tokenizer:
     def __init__(self, vocabulary: tokenizers.Tokenizer | None = None) -> None:
         """Over a vocabulary whose ids are 0 .. its size − 1; None: the packaged one, which ``is_packaged`` tells."""
         self.is_packaged = vocabulary is None
-        self._tokenizer = vocabulary or tokenizers.Tokenizer.from_file(str(_vocabulary_file()))
+        self._tokenizer = vocabulary or _packaged_vocabulary()
         self._vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
