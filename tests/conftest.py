@@ -92,7 +92,9 @@ def _group(file: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Gives each process whole groups; the plugin's own grouping by marks does nothing under pytest 9."""
+    """Gives each process whole groups for ``--dist loadgroup``; the plugin's own marks do nothing under pytest 9."""
+    if config.getoption("dist") != "loadgroup":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
