@@ -142,7 +142,8 @@ def test_a_training_step_is_compiled_with_its_memory():
     settings = Settings.for_training(config, RoundingPolicy.preset("full"))
     preset = parse_preset("small", {"axes": {"expert": 2, "tensor": 2}})
     devices = topology_devices("v5p:2x2x1")
-    compiled, held = compile_training(settings, preset, devices, 2**30, TrainingShape(2, 64), OptimizerConfig())
+    shape, options = TrainingShape(2, 64), {"exec_time_optimization_effort": -1.0}
+    compiled, held = compile_training(settings, preset, devices, 2**30, shape, OptimizerConfig(), options=options)
     assert compiled.misfit is None
     # Momenta of all that Muon and tables move, spread as the masters are; vectors have two.
     assert held.masters < held.optimizer < 1.02 * held.masters
@@ -186,12 +187,20 @@ def test_training_records_are_of_this_step(record: pathlib.Path):
     declared = jax.tree.leaves(abstract_masters(Model(settings)))
     assert data["held"]["masters"] == pytest.approx(sum(4 * x.size for x in declared) / mesh.devices, rel=0.01)
     assert data["fits"] == (data["misfit"] is None)
+    if data["fits"]:
+        held, memory = data["held"], data["memory"]
+        assert memory["arguments"] == pytest.approx(held["masters"] + held["optimizer"], rel=0.01)
+        assert memory["temporaries"] > held["rounded"]
+        assert data["memory_bytes"] < data["device_bytes"]
+        assert all(any("tpu" in name for name in data["back_ends"][op]) for op in ("sparse_attention", "expert_matmul"))
 
 
 def test_there_are_records_for_every_pod():
     steps = {(json.loads(path.read_text())["topology"], json.loads(path.read_text())["step"]) for path in RECORDS}
     assert {("v6e:16x16", step) for step in ("decode", "prefill", "verify")} <= steps
     assert {("v5p:4x4x8", "decode"), ("tpu7x:4x4x4", "decode")} <= steps
+    trained = {(data["topology"], data["fits"]) for data in (json.loads(path.read_text()) for path in TRAINING)}
+    assert {("v5p:4x4x8", True), ("v6e:16x16", False)} <= trained
 
 
 @pytest.mark.tpu_aot
@@ -217,6 +226,7 @@ def test_too_little_memory_is_an_answer():
         (["--topology", "v6e:4x4"], "topology 'v6e:4x4': no preset is for it"),
         (["--topology", "v6e:16x16", "--batch", "100"], "100 is not divisible by mesh axes expert 128"),
         (["--topology", "v6e:16x16", "--context", "9999999"], "exceeds max_position_embeddings"),
+        (["--topology", "v6e:16x16", "--effort", "2"], "--effort 2.0: not between -1 and 1"),
         (["--topology", "v6e:16x16", "--remat", "nothing"], "--remat: has no meaning for --step decode"),
         (["--topology", "v6e:16x16", "--step", "train", "--chunk", "8"], "--chunk: has no meaning for --step train"),
         (["--topology", "v6e:16x16", "--step", "train", "--batch", "100"], "100 is not divisible by mesh axes expert"),

@@ -17,7 +17,9 @@ from dsv41.config import ConfigError
 from dsv41.declared import declared_variables
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
+from dsv41.planning.partitioned import partitioned_collectives
 from dsv41.settings import Settings
+from dsv41.sharding.mesh import parse_preset
 from dsv41.training.optimizers import (
     Group,
     OptimizerConfig,
@@ -28,6 +30,7 @@ from dsv41.training.optimizers import (
     parameter_groups,
     update_ema,
 )
+from dsv41.training.placement import alike
 from dsv41.training.schedules import ScheduleConfig, make_schedule
 from tests.helpers import mini8_config, with_text
 
@@ -204,10 +207,11 @@ def test_each_group_follows_its_rule():
     state, got = optimizer.init(params), params
     for g in gradients:
         got, state = step(got, state, g)
+    factors = [min(1.0, clip / norm(g)) for g in gradients]
+    flat, leaves = [flatten_tree(g) for g in gradients], flatten_tree(got)
     for path, p in flatten_tree(params).items():
-        clipped = [flatten_tree(g)[path] * min(1.0, clip / norm(g)) for g in gradients]
-        want = plain_updates(path, clipped, p)
-        np.testing.assert_allclose(flatten_tree(got)[path], want, rtol=0, atol=3e-5, err_msg="/".join(path))
+        want = plain_updates(path, [g[path] * factor for g, factor in zip(flat, factors, strict=True)], p)
+        np.testing.assert_allclose(leaves[path], want, rtol=0, atol=3e-5, err_msg="/".join(path))
     for name in ("embed/weight", "head/weight", "engram_table_0/weight"):
         assert np.array_equal(at(got, name)[50:], at(params, name)[50:])
         assert not np.any(np.all(at(got, name)[3:50] == at(params, name)[3:50], axis=-1))
@@ -283,6 +287,28 @@ def test_experts_stay_on_their_devices():
     program = jax.jit(optimizer.update).lower(abstract, momentum, abstract).compile()
     assert "all-gather" not in program.as_text()
     assert program.output_shardings[0]["experts"]["w1"]["weight"].is_equivalent_to(experts, 4)
+
+
+def test_matrices_are_moved_whole_and_their_products_send_nothing():
+    """Two layers' matrices divided over four devices: each orthogonalises a whole one, two of them zeros."""
+    parallel = parse_preset("small", {"axes": {"expert": 2, "tensor": 2}}).parallel(jax.devices()[:4])
+    attention = part()["encoder"]["groups_1"]["runs_0"]["attn"]
+    tree = {"attn": {name: attention[name] for name in ("wq_a", "wq_b", "attn_sink")}}
+    gradients, params = random_tree(tree, 0), random_tree(tree, 1)
+    alone = make_optimizer(OptimizerConfig(), tree, RATE)
+    want, _ = jax.jit(alone.update)(gradients, alone.init(params), params)
+    optimizer = make_optimizer(OptimizerConfig(), tree, RATE, parallel)
+    specs = {"wq_a": PartitionSpec(None, "tensor", "expert"), "wq_b": PartitionSpec(None, ("tensor", "expert"))}
+    where = {("attn", name, "weight"): NamedSharding(parallel.mesh, spec) for name, spec in specs.items()}
+    arguments = gradients, optimizer.init(params), params
+    arguments = jax.device_put(arguments, alike(arguments, where))
+    program = jax.jit(optimizer.update).lower(*arguments).compile()
+    got, _ = program(*arguments)
+    for name in specs:
+        np.testing.assert_allclose(at(got, f"attn/{name}/weight"), at(want, f"attn/{name}/weight"), rtol=0, atol=1e-6)
+    sent = partitioned_collectives(program.as_text(), dict(parallel.axes))
+    assert {c.kind for c in sent} <= {"all-reduce"}
+    assert all(c.bytes < 100 for c in sent), sent
 
 
 # Frozen parameters

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dsv41.sharding.mesh import MeshPreset
 
 _CONTEXT, _CHUNK, _ROW = 65536, 1024, 4096
+_TRAIN_EFFORT = -1.0
 _INFERENCE, _TRAIN = ("decode", "verify", "draft", "prefill", "replay"), "train"
 
 
@@ -52,6 +53,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     training.add_argument("--momentum-dtype", choices=("float32", "bfloat16"), help="default: float32")
     training.add_argument("--micro-batches", type=positive, metavar="N", help="batches of a step; default: 1")
+    parser.add_argument(
+        "--effort",
+        type=float,
+        metavar="E",
+        help="what the compiler spends on the program's speed, -1 … 1; default: 0, of train -1",
+    )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything to this file")
     parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="also write the serialised executable")
 
@@ -60,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     # Nothing here runs on an accelerator, and a process that asks for one would wait for it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     _refuse_others(args)
+    if args.effort is not None and not -1 <= args.effort <= 1:
+        raise OptionError(f"--effort {args.effort}: not between -1 and 1")
     compiled, record = _training(args) if args.step == _TRAIN else _inference(args)
     _print(record)
     if args.json is not None:
@@ -78,6 +87,18 @@ def _refuse_others(args: argparse.Namespace) -> None:
     for name in others:
         if getattr(args, name) is not None:
             raise OptionError(f"--{name.replace('_', '-')}: has no meaning for --step {args.step}")
+
+
+def _options(args: argparse.Namespace) -> dict[str, bool | float]:
+    """What the compiler is told."""
+    options: dict[str, bool | float] = {}
+    effort = args.effort if args.effort is not None else _TRAIN_EFFORT if args.step == _TRAIN else 0.0
+    if effort:
+        options["exec_time_optimization_effort"] = effort
+    if args.step == _TRAIN and args.topology.startswith("tpu7x"):
+        # libtpu 0.0.42.1 aborts where it gives one of the step's sums to SparseCores.
+        options["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] = False
+    return options
 
 
 def _say(message: str) -> None:
@@ -112,7 +133,7 @@ def _inference(args: argparse.Namespace) -> tuple[Compiled, dict[str, Any]]:
         except PlanError as error:
             raise OptionError(f"--{error}") from error
     devices = topology_devices(args.topology)
-    compiled = compile_step(settings, preset, devices, args.step, batch, context, chunk, drafts, _say)
+    compiled = compile_step(settings, preset, devices, args.step, batch, context, chunk, drafts, _say, _options(args))
     record = _record(args, preset, batch, context, compiled)
     if plan is not None:
         record["plan"] = {
@@ -143,7 +164,9 @@ def _training(args: argparse.Namespace) -> tuple[Compiled, dict[str, Any]]:
     optimizer = OptimizerConfig(momentum_dtype=args.momentum_dtype or "float32")
     work = training_work(settings, preset, shape, optimizer)
     devices = topology_devices(args.topology)
-    compiled, held = compile_training(settings, preset, devices, chip.device_bytes, shape, optimizer, _say)
+    compiled, held = compile_training(
+        settings, preset, devices, chip.device_bytes, shape, optimizer, _say, _options(args)
+    )
     record = _record(args, preset, shape.rows, shape.length, compiled)
     record |= {
         "micro_batches": shape.micro_batches,
@@ -184,6 +207,7 @@ def _record(
         "fits": misfit is None,
         "misfit": misfit,
         "compile_s": compiled.compile_s,
+        "options": _options(args),
         "collectives": [dict(c._asdict()) for c in compiled.collectives],
         "link_bytes": sum(c.bytes for c in compiled.collectives),
         "back_ends": compiled.back_ends,
@@ -202,6 +226,8 @@ def _print(record: dict[str, Any]) -> None:
         f"{record['topology']}, mesh {mesh['name']} ({axes}): {record['step']}, {record['batch']} {rows} of "
         f"{record['context']} tokens; compiled in {record['compile_s']:.0f} s"
     )
+    for name, value in record["options"].items():
+        console.print(f"compiler option: {name} {value}")
     if record["memory_bytes"]:
         memory = Table("memory of a device", "GiB")
         for name, size in record["memory"].items():

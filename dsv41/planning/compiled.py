@@ -102,6 +102,7 @@ def compile_step(
     chunk: int,
     drafts: int,
     progress: Callable[[str], None] = lambda message: None,
+    options: Mapping[str, bool | float] | None = None,
 ) -> Compiled:
     """Compiles one step of the whole batch.
 
@@ -111,20 +112,22 @@ def compile_step(
       batch: requests on the whole mesh.
       context: tokens that every request has pages for.
       progress: called with what is done next.
+      options: of the compiler, by the names that XLA and libtpu give them; None: its defaults.
 
     Raises:
       MeshError: a size does not fit the mesh, or the mesh not the devices.
     """
     model = Model(dataclasses.replace(settings, parallel=preset.parallel(devices)))
-    return compile_traced(lambda: _traced(model, kind, batch, context, chunk, drafts), preset.axes, progress)
+    return compile_traced(lambda: _traced(model, kind, batch, context, chunk, drafts), preset.axes, progress, options)
 
 
 def compile_traced(
     trace: Callable[[], jax.stages.Traced],
     axes: Mapping[str, int],
     progress: Callable[[str], None] = lambda message: None,
+    options: Mapping[str, bool | float] | None = None,
 ) -> Compiled:
-    """Compiles what ``trace`` traces for TPUs, on a mesh with these axes; ``progress`` is told what is done next."""
+    """Compiles what ``trace`` traces for TPUs, on a mesh with these axes; see :func:`compile_step`."""
     begin = time.perf_counter()
     backend.forget()
     with backend.use("tpu"):
@@ -136,7 +139,7 @@ def compile_traced(
         back_ends = backend.report()
         progress("compiling")
         try:
-            executable = lowered.compile()
+            executable = lowered.compile(dict(options) if options else None)
         except jax.errors.JaxRuntimeError as error:
             misfit = shortage(str(error))
             if misfit is None:
@@ -146,7 +149,7 @@ def compile_traced(
     memory = executable.memory_analysis()
     return Compiled(
         arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
+        temporaries=_temporaries(memory),
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
         compile_s=time.perf_counter() - begin,
@@ -155,6 +158,12 @@ def compile_traced(
         executable=executable,
         misfit=None,
     )
+
+
+def _temporaries(memory: Any) -> int:
+    """Bytes of temporaries at the step's peak; libtpu's own size of them counts gaps of their layout, some twice."""
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
 
 
 def shortage(message: str) -> str | None:

@@ -1,7 +1,7 @@
 """Collectives that a compiler put into a program to move parts of whole arrays: read from the compiled program's text.
 
 Those that a step has itself, inside ``shard_map``, are counted from its trace (:mod:`dsv41.planning.collectives`),
-where loops have their lengths; the update of a training step has none, and is divided by the compiler alone.
+where loops have their lengths; most of a training step's update has none, and is divided by the compiler alone.
 """
 
 from __future__ import annotations

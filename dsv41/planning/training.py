@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +69,7 @@ def compile_training(
     shape: TrainingShape,
     optimizer: OptimizerConfig,
     progress: Callable[[str], None] = lambda message: None,
+    options: Mapping[str, bool | float] | None = None,
 ) -> tuple[Compiled, Held]:
     """Compiles forward pass, backward pass and update, from shapes alone.
 
@@ -76,6 +77,7 @@ def compile_training(
       settings: of :meth:`~dsv41.settings.Settings.for_training`.
       device_bytes: of a device: where not even :class:`Held` fits, nothing is compiled.
       progress: called with what is done next.
+      options: of the compiler, see :func:`~dsv41.planning.compiled.compile_step`.
 
     Returns:
       the step, whose collectives are its own and, if it fits, those that the compiler divides the update with; and what
@@ -104,7 +106,10 @@ def compile_training(
     rows = array((shape.micro_batches, shape.rows, shape.length), parallel.spec(None, "batch"))
     constants = {"token_map": array((model.settings.text.vocab_size,), PartitionSpec())}
     compiled = compile_traced(
-        lambda: train_step.trace(recipe, state, constants, TrainBatch(rows, rows, rows)), preset.axes, progress
+        lambda: train_step.trace(recipe, state, constants, TrainBatch(rows, rows, rows)),
+        preset.axes,
+        progress,
+        options,
     )
     if compiled.executable is not None:
         moved = partitioned_collectives(compiled.executable.as_text(), preset.axes)

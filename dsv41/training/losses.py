@@ -11,7 +11,7 @@ from jax import lax
 
 from dsv41.model import Model
 from dsv41.training.forward import Variables
-from pallas_kernels.tiling import TEMPORARY_BYTES, pad_axis
+from pallas_kernels.tiling import largest_tile, pad_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +82,8 @@ def cross_entropy(model: Model, variables: Variables, hidden: jax.Array, targets
         sums = (log_sum - at, jnp.square(log_sum), correct, live)
         return CrossEntropy(*(jnp.sum(jnp.where(live, s, 0), dtype=jnp.float32) for s in sums))
 
-    tile = max(1, TEMPORARY_BYTES // (4 * part))
     rows = targets.size
-    tile = min(tile, rows)
+    tile = largest_tile(rows, lambda rows: 4 * part * rows)
     count = -(-rows // tile)
     x = pad_axis(hidden.reshape(rows, -1), 0, count * tile - rows).reshape(count, tile, -1)
     target = pad_axis(targets.reshape(rows), 0, count * tile - rows, -1).reshape(count, tile)

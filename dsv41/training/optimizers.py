@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -27,6 +28,7 @@ from dsv41.checkpoint.placement import ParameterTree, Path, flatten_tree, unflat
 from dsv41.config import ConfigError
 from dsv41.sharding.parallel import SINGLE, Parallel
 from dsv41.training.placement import spread_partition
+from pallas_kernels.tiling import pad_axis
 
 _ADAMW_RMS = 0.2  # What AdamW's updates are found to have at learning rate 1 (Liu et al., arXiv:2502.16982).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: singular values end near 1, between 0.7 and 1.2.
@@ -265,9 +267,12 @@ def _muon(config: OptimizerConfig, groups: Groups, parallel: Parallel, momenta: 
         own = None if 4 * math.prod(shape) <= _TOGETHER_BYTES else i
         alike.setdefault((treatment.blocks, treatment.names, shape, own), []).append(i)
     updates: list[Any] = [None] * len(leaves)
-    for (blocks, _, shape, _), members in alike.items():
+    for (blocks, names, shape, _), members in alike.items():
         stacks = [leaves[i][1].reshape(-1, *shape) for i in members]
-        out = _muon_layers(config, blocks, parallel, jnp.concatenate(stacks))
+        rule = functools.partial(_muon_layers, config, blocks, parallel)
+        if parallel.mesh is not None and len(shape) == 2:
+            rule = functools.partial(_whole_matrices, parallel, parallel.partition("momentum", names, shape), rule)
+        out = rule(jnp.concatenate(stacks))
         ends = np.cumsum([len(stack) for stack in stacks])
         for i, part in zip(members, jnp.split(out, ends[:-1]), strict=True):
             updates[i] = part.reshape(leaves[i][1].shape)
@@ -291,11 +296,40 @@ def _muon_layers(config: OptimizerConfig, blocks: int, parallel: Parallel, momen
     return lax.map(lambda one: some(one[None])[0], momenta, batch_size=together)
 
 
-def _whole(parallel: Parallel, matrices: jax.Array) -> jax.Array:
-    """Matrices ``[..., rows, columns]``, experts' on as few devices as there are enough experts for.
+def _whole_matrices(
+    parallel: Parallel, spec: PartitionSpec, function: Callable[[jax.Array], jax.Array], stack: jax.Array
+) -> jax.Array:
+    """``function`` of a stack of matrices ``[layers, rows, columns]``, each whole on one device.
 
-    They are moved once, instead of being joined in every product of the iteration. The others are small, and divided
-    along their columns a product is a sum over devices of what rows make, which is smaller still.
+    They are moved once, instead of being joined or summed in every product of an iteration. Zeros stand behind the
+    last one where the devices do not divide the stack.
+
+    Args:
+      spec: of a matrix, as layers want it.
+    """
+    places = spread_partition(spec, stack.shape[1:], parallel)
+    places = [(names,) if isinstance(names, str) else tuple(names or ()) for names in places]
+    moves = [(axis, 1 + dim) for dim, names in enumerate(places) for axis in reversed(names)]
+    parts = parallel.divided([axis for axis, _ in moves])
+
+    def part(x: jax.Array) -> jax.Array:
+        x = pad_axis(x, 0, -len(x) % parts)
+        for axis, dim in moves:
+            x = lax.all_to_all(x, axis, split_axis=0, concat_axis=dim, tiled=True)
+        x = function(x)
+        for axis, dim in reversed(moves):
+            x = lax.all_to_all(x, axis, split_axis=dim, concat_axis=0, tiled=True)
+        return x[: len(stack)]
+
+    lies = PartitionSpec(None, *(names or None for names in places))
+    # Along axes that divide nothing, devices compute the same, which cannot be inferred.
+    return jax.shard_map(part, mesh=parallel.mesh, in_specs=lies, out_specs=lies, check_vma=False)(stack)
+
+
+def _whole(parallel: Parallel, matrices: jax.Array) -> jax.Array:
+    """Experts' matrices ``[layers, experts, blocks, rows, columns]`` on as few devices as there are enough experts for.
+
+    They too are moved once; a layer's are too large to lie on one device.
     """
     if parallel.mesh is None or matrices.ndim < 5:
         return matrices
