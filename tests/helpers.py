@@ -47,6 +47,16 @@ SMALL_LAYOUT = {
 """The changes to mini8's text configuration that make little to compile: as encoder a loop of two Full layers, as
 decoder a Full layer with candidate pool and a Reindex layer."""
 
+TWO_LAYERS = {
+    "num_hidden_layers": 2,
+    "compress_ratios": (2, 1),
+    "kv_source_layer_ids": (0, 1),
+    "index_source_layer_ids": (0, 1),
+    "candidate_source_layer_id": 1,
+    "engram_layer_ids": (0,),
+}
+"""As encoder a Full layer with an Engram, as decoder one with a candidate pool. Changes to a layout without drafter."""
+
 
 def mini8_config() -> ModelConfig:
     """The small golden's configuration in float32."""

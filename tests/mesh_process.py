@@ -19,18 +19,11 @@ from dsv41.settings import Settings
 from dsv41.sharding.distributed import initialize, is_leader
 from dsv41.steps.decode import generate_step
 from dsv41.steps.sampling import create_sampler
-from tests.helpers import mini8_config, with_text
+from tests.helpers import TWO_LAYERS, mini8_config, with_text
 from tests.test_sharded_steps import SLOTS, WIDE, fresh, meshed
 
-# Half the layers of other tests on meshes: three processes compile them.
-FEW = WIDE | {
-    "num_hidden_layers": 2,
-    "compress_ratios": (2, 1),
-    "kv_source_layer_ids": (0, 1),
-    "index_source_layer_ids": (0, 1),
-    "candidate_source_layer_id": 1,
-    "engram_layer_ids": (0,),
-}
+# Fewer layers than other tests on meshes have: three processes compile them.
+FEW = WIDE | TWO_LAYERS
 AXES = {"expert": 8}
 STEPS = 6
 SEED = 3

@@ -56,7 +56,7 @@ from dsv41.training.tokenizer import save_tokenizer, train_tokenizer, vocabulary
 from dsv41.verification.capture import by_layer, captured_forward
 from pallas_kernels.paged_memory import gather
 from tests.conftest import GOLDEN
-from tests.helpers import SMALL_LAYOUT, lost_rings, random_model, random_tokens, with_text
+from tests.helpers import SMALL_LAYOUT, TWO_LAYERS, lost_rings, random_model, random_tokens, with_text
 
 # As encoder a loop of two layers: what a window's replay before a hit gives is not exact.
 LAYERS = SMALL_LAYOUT | {"engram_layer_ids": (0,)}
@@ -292,15 +292,7 @@ def test_names_are_words_with_a_capital_inside_of_sentences():
 # ---------------------------------------------------------------- texts and the command
 
 
-# As encoder a Full layer with an Engram, as decoder one with a candidate pool.
-SHALLOW = SMALL_LAYOUT | {
-    "num_hidden_layers": 2,
-    "compress_ratios": (2, 1),
-    "kv_source_layer_ids": (0, 1),
-    "index_source_layer_ids": (0, 1),
-    "candidate_source_layer_id": 1,
-    "engram_layer_ids": (0,),
-}
+SHALLOW = SMALL_LAYOUT | TWO_LAYERS
 PHRASE = ["And", "the", "name", "of", "the", "keeper", "was"]
 NEEDLES = [[distance, phrase] for distance in (32, 64, 96, 128) for phrase in ("absent", "there")]
 SYLLABLES = ("ba", "do", "ke", "lu", "mi", "no", "ra", "su", "ti", "ve", "wa", "zo")

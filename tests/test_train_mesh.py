@@ -35,21 +35,16 @@ from dsv41.training.draft_step import draft_train_step
 from dsv41.training.fit import check_blocks
 from dsv41.training.metrics import read_metrics
 from dsv41.training.step import train_step
-from tests.helpers import mini8_config, with_text
+from tests.helpers import TWO_LAYERS, mini8_config, with_text
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS, SAVE_EVERY = 8, 2
 WORDS = "in the beginning was a word and light of many waters upon that day it were so"
 
-# As encoder a Full layer with an Engram, as decoder one with a candidate pool; a drafter of one stage.
-LAYOUT = {
-    "num_hidden_layers": 2,
+# With a drafter of one stage.
+LAYOUT = TWO_LAYERS | {
     "num_nextn_predict_layers": 1,
     "compress_ratios": (2, 1, 0),
-    "kv_source_layer_ids": (0, 1),
-    "index_source_layer_ids": (0, 1),
-    "candidate_source_layer_id": 1,
-    "engram_layer_ids": (0,),
     "dspark_target_layer_ids": (1,),
 }
 
