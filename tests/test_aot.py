@@ -200,7 +200,7 @@ def test_there_are_records_for_every_pod():
     assert {("v6e:16x16", step) for step in ("decode", "prefill", "verify")} <= steps
     assert {("v5p:4x4x8", "decode"), ("tpu7x:4x4x4", "decode")} <= steps
     trained = {(data["topology"], data["fits"]) for data in (json.loads(path.read_text()) for path in TRAINING)}
-    assert {("v5p:4x4x8", True), ("v6e:16x16", False)} <= trained
+    assert {("v5p:4x4x8", True), ("tpu7x:4x4x4", True), ("v6e:16x16", False)} <= trained
 
 
 @pytest.mark.tpu_aot

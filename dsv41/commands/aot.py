@@ -91,14 +91,13 @@ def _refuse_others(args: argparse.Namespace) -> None:
 
 def _options(args: argparse.Namespace) -> dict[str, bool | float]:
     """What the compiler is told."""
+    from dsv41.sharding.chips import chip_of
+
     options: dict[str, bool | float] = {}
     effort = args.effort if args.effort is not None else _TRAIN_EFFORT if args.step == _TRAIN else 0.0
     if effort:
         options["exec_time_optimization_effort"] = effort
-    if args.step == _TRAIN and args.topology.startswith("tpu7x"):
-        # libtpu 0.0.42.1 aborts where it gives one of the step's sums to SparseCores.
-        options["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] = False
-    return options
+    return options | chip_of(args.topology).training_options if args.step == _TRAIN else options
 
 
 def _say(message: str) -> None:

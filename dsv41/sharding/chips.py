@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from dsv41.sharding.rules import MeshError
 
@@ -24,6 +25,7 @@ class Chip:
       program_bytes: of one compiled step in a device's memory, about; 0 where it is small. The official model's take
         110 to 280 MB on TPUs (PODS.md): a body for each kind of layer, however many layers there are.
       source: where the numbers are stated.
+      training_options: what its compiler has to be told for training's step.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Chip:
     lanes: int
     program_bytes: int
     source: str
+    training_options: Mapping[str, bool] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def device_bytes(self) -> int:
@@ -69,6 +72,8 @@ CHIPS = {
             128,
             _TPU_PROGRAM,
             "https://docs.cloud.google.com/tpu/docs/tpu7x",
+            # libtpu 0.0.42.1 aborts where it gives one of the step's sums to SparseCores.
+            {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": False},
         ),
         Chip("h200", 1, 141 * 10**9, 4800e9, 989e12, 900e9, 0, 0, "https://www.nvidia.com/en-us/data-center/h200/"),
     )
