@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def locate(
@@ -23,8 +24,10 @@ def locate(
     """
     batch, table_pages = page_table.shape
     in_table = (entries >= 0) & (entries < table_pages * page_entries)
+    # Never negative: a quotient that rounds to zero is one operation, where one that rounds down is ten.
     safe = jnp.where(in_table, entries, 0)
-    flat = (safe // page_entries).reshape(batch, -1)
+    size = jnp.asarray(page_entries, safe.dtype)
+    flat = lax.div(safe, size).reshape(batch, -1)
     page = jnp.take_along_axis(page_table, flat, axis=1, mode="clip").reshape(entries.shape)
     valid = in_table & (page >= 0) & (page < pages)
-    return jnp.where(valid, page, 0), jnp.where(valid, safe % page_entries, 0), valid
+    return jnp.where(valid, page, 0), jnp.where(valid, lax.rem(safe, size), 0), valid
