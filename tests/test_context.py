@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from dsv41.sharding import context
-from dsv41.sharding.best import best as best_of_lists
-from dsv41.sharding.best import best_blocks
 from dsv41.sharding.context import Share
 from dsv41.sharding.mesh import parse_preset
 from dsv41.sharding.parallel import SINGLE, Parallel
@@ -22,6 +20,8 @@ from dsv41.sharding.rules import MeshError
 from dsv41.sharding.split import Split
 from pallas_kernels.formats import DenseFormat
 from pallas_kernels.index_select import BlockSelection
+from pallas_kernels.index_select.best import best as best_of_lists
+from pallas_kernels.index_select.best import best_blocks
 from pallas_kernels.index_select.xla import choose_blocks
 from pallas_kernels.paged_memory import append
 from pallas_kernels.top_k.xla import top_k

@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv41.sharding.best import best, best_blocks
 from dsv41.sharding.parallel import Parallel
 from dsv41.sharding.rules import MeshError
 from dsv41.sharding.split import Split
 from pallas_kernels.formats import Format, Packed
 from pallas_kernels.index_select import BlockSelection, Selection, index_reselect, index_select
+from pallas_kernels.index_select.best import best, best_blocks
 from pallas_kernels.sparse_attention import Partial, merge_partials, sparse_attention
 from pallas_kernels.sparse_attention.partial import finite_top
 

@@ -7,6 +7,7 @@ from jax import lax
 
 from pallas_kernels import backend
 from pallas_kernels.formats import Format, Packed
+from pallas_kernels.index_select.parts import part_pages, select_in_parts
 from pallas_kernels.index_select.types import BlockSelection, Selection
 
 
@@ -26,6 +27,9 @@ def index_select(
     Ties go to the lower index. No gradient passes. With ``blocks``, also the best blocks by their largest visible
     score; the block of the newest visible entry is always among them.
 
+    Scores of a few queries are there at once, and never more than :data:`pallas_kernels.tiling.TEMPORARY_BYTES`: of a
+    history with more it chooses part by part, then the best of what the parts chose.
+
     Args:
       queries: ``[batch, query, heads, width]``.
       weights: ``[batch, query, heads]`` float32.
@@ -42,7 +46,15 @@ def index_select(
       The selection, −1 where fewer are visible.
     """
     queries, weights, pool = lax.stop_gradient((queries, weights, pool))
-    return backend.run("index_select", queries, weights, pool, fmt, page_table, visible, top_k, blocks, first)
+    page_entries, table_pages = pool.payload.shape[1], page_table.shape[1]
+    pages = part_pages(visible, table_pages, page_entries, blocks)
+
+    def select(page_table: jax.Array, visible: jax.Array, first: jax.Array | None) -> Selection:
+        return backend.run("index_select", queries, weights, pool, fmt, page_table, visible, top_k, blocks, first)
+
+    if pages == table_pages:
+        return select(page_table, visible, first)
+    return select_in_parts(select, page_table, visible, page_entries, pages, top_k, blocks, first)
 
 
 def index_reselect(

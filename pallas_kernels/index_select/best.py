@@ -1,4 +1,4 @@
-"""The best of several ordered lists: what shards of the context choose becomes one choice."""
+"""The best of several ordered lists: what parts of a context choose becomes one choice."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def best(items: jax.Array, scores: jax.Array, count: int) -> tuple[jax.Array, ja
 
 
 def best_blocks(blocks: jax.Array, scores: jax.Array, newest: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The newest block and the best others, of what all shards chose.
+    """The newest block and the best others, of what all parts chose.
 
-    Each shard has chosen its own newest block whatever its score. That pushes out nothing: the whole choice has one
-    place for the newest, so that of any other shard's blocks one less than ``count`` can be in it.
+    Each part has chosen its own newest block whatever its score. That pushes out nothing: the whole choice has one
+    place for the newest, so that of any other part's blocks one less than ``count`` can be in it.
 
     Args:
-      blocks, scores: ``[shards, batch, query, chosen]``, numbers in the whole request and largest scores, a shard's
+      blocks, scores: ``[parts, batch, query, chosen]``, numbers in the whole request and largest scores, a part's
         newest block first.
       newest: int32 ``[batch, query]``, number of the newest block; −1 where nothing is visible.
       count: blocks to choose (static).
