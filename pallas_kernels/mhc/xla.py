@@ -83,7 +83,7 @@ def update_streams(streams: jax.Array, update: Update) -> jax.Array:
 
 
 def _sum_streams(weights: jax.Array, streams: jax.Array) -> jax.Array:
-    """Σ_i weights[..., i, j] · streams[..., i, :] in float32, of ``[..., C, J]`` and ``[..., C, d]``: ``[..., J, d]``."""
+    """Σ_i weights[..., i, j] · streams[..., i, :] in float32: ``[..., C, J]``, ``[..., C, d]`` to ``[..., J, d]``."""
     wide = streams.astype(jnp.float32)
     if backend.preferred() == "xla" and jax.default_backend() == "cpu" and streams.size <= _FEW:
         return einsum("...ij,...id->...jd", weights, wide)
