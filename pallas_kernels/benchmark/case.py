@@ -23,7 +23,10 @@ class Case:
       bytes: bytes that must move: every input that is needed read once, every output written once.
       error: largest error of an output against a reference in higher precision, on a sample of it, over the
         output's scale; for selections the share of wrong picks.
-      torch: PyTorch's way of doing the same on the same arrays: a function to be timed; None: there is no fair one.
+      torch: PyTorch's way of doing the same on the same arrays, as a user without a kernel of his own would: a function
+        to be timed, with tensors where ``call`` returns arrays. What it unpacks before is not timed. None: there is no
+        fair one.
+      torch_note: what PyTorch's way is spared or does otherwise; the same for all cases of an operation.
       native: the hand-written kernel must run; False if XLA is what the platform is meant to take here.
       feed: where the function updates an argument in place: a set's next arguments from the set and its last result,
         ``lambda arrays, out: arrays | {"pool": out}``; what is fed is then not copied, as with donation.
@@ -38,6 +41,7 @@ class Case:
     bytes: float
     error: Callable[[dict[str, Any], Any], float]
     torch: Callable[[dict[str, Any]], Callable[[], Any]] | None = None
+    torch_note: str = ""
     native: bool = True
     feed: Callable[[dict[str, Any], Any], dict[str, Any]] | None = None
     note: str = ""

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import backend
+from pallas_kernels.benchmark import pytorch
 from pallas_kernels.benchmark.case import Case
 from pallas_kernels.benchmark.limits import Limits
 from pallas_kernels.benchmark.timing import seconds, seconds_in_program
@@ -31,6 +32,7 @@ class Row:
     Attributes:
       back_end: what the operation ran on, with the reason if not on its native one.
       floor_s: the larger of bytes over copy bandwidth and operations over matrix rate.
+      torch_error: of PyTorch's result, as ``error``.
       failed: why a time is missing, by what was to be timed.
     """
 
@@ -46,6 +48,8 @@ class Row:
     error: float | None
     failed: dict[str, str]
     note: str
+    torch_error: float | None = None
+    torch_note: str = ""
 
     @property
     def of_floor(self) -> float | None:
@@ -61,6 +65,7 @@ def measure(case: Case, limits: Limits, longest_floor_s: float = math.inf) -> Ro
     """
     floor = limits.floor(case.operations, case.bytes)
     row = Row(case.operation, case.name, "", None, case.operations, case.bytes, floor, None, None, None, {}, case.note)
+    row = dataclasses.replace(row, torch_note=case.torch_note)
     if floor > longest_floor_s:
         return dataclasses.replace(row, failed={"all": f"its floor is {floor:.2g} s here"})
     rng = np.random.default_rng()
@@ -71,7 +76,7 @@ def measure(case: Case, limits: Limits, longest_floor_s: float = math.inf) -> Ro
 
     failed: dict[str, str] = {}
     backend.forget()
-    native = xla = torch = error = None
+    native = xla = torch = error = torch_error = None
     try:
         errors: list[float] = []
         # Half the floor's rate is a fair guess; a wrong one only makes programs longer or shorter.
@@ -91,11 +96,21 @@ def measure(case: Case, limits: Limits, longest_floor_s: float = math.inf) -> Ro
             failed["xla"] = _short(problem)
     if case.torch is not None and importlib.util.find_spec("torch"):
         try:
-            torch = _torch_seconds(case, first)
+            run = case.torch(first)
+            torch = _torch_seconds(run)
+            # A way that computes something else would be no baseline.
+            torch_error = float(case.error(first, pytorch.arrays(run())))
         except Exception as problem:
             failed["torch"] = _short(problem)
     return dataclasses.replace(
-        row, back_end=taken, seconds=native, xla_s=xla, torch_s=torch, error=error, failed=failed
+        row,
+        back_end=taken,
+        seconds=native,
+        xla_s=xla,
+        torch_s=torch,
+        error=error,
+        torch_error=torch_error,
+        failed=failed,
     )
 
 
@@ -108,10 +123,10 @@ def _seconds(case: Case, sets: list[dict], guess_s: float, check: Callable = lam
     return seconds_in_program(case.call, sets, case.feed, guess_s=guess_s, check=check, **options)
 
 
-def _torch_seconds(case: Case, arrays: dict) -> float:
+def _torch_seconds(run: Callable) -> float:
     torch = importlib.import_module("torch")
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    return seconds(case.torch(arrays), [()], lambda out: synchronize())
+    return seconds(run, [()], lambda out: synchronize())
 
 
 def _short(problem: Exception) -> str:

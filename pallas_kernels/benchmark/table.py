@@ -46,7 +46,19 @@ def render(rows: Sequence[Row], limits: Limits, title: str) -> str:
         lines += [f"- **{where}: no time of {what}: {why}**" for what, why in row.failed.items()]
         if row.note:
             lines.append(f"- {where}: {row.note}")
+    for operation in dict.fromkeys(row.operation for row in rows):
+        lines += _torch_lines([row for row in rows if row.operation == operation and row.torch_s is not None])
     return "\n".join(lines) + "\n"
+
+
+def _torch_lines(rows: Sequence[Row]) -> list[str]:
+    """How PyTorch did an operation, if it did."""
+    if not rows:
+        return []
+    errors = [row.torch_error for row in rows if row.torch_error is not None]
+    parts = [rows[0].torch_note] if rows[0].torch_note else []
+    parts += [f"largest error {max(errors):.1e}"] if errors else []
+    return [f"- PyTorch's {rows[0].operation}: {'; '.join(parts)}"] if parts else []
 
 
 def cells(row: Row) -> list[str]:

@@ -33,6 +33,7 @@ def _case(rows: int, note: str) -> Case:
         bytes=2.0 * (rows + _EXPERTS) * _HIDDEN + 8.0 * (rows * _STATIC["k"] + _EXPERTS) + 2.0 * rows,
         error=_wrong_picks,
         torch=_torch,
+        torch_note="its product is rounded to bfloat16",
         note=note,
     )
 
