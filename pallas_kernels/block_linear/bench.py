@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.benchmark import pytorch
 from pallas_kernels.benchmark.case import Case
 from pallas_kernels.block_linear import block_linear, reference
-from pallas_kernels.block_linear.weights import BLOCK
+from pallas_kernels.block_linear.weights import BLOCK, decode_blocks
 from pallas_kernels.formats import FP8_E8M0
 
 # [out, in]: queries up and output down, queries down, the shared expert's gate.
@@ -19,6 +20,8 @@ _SHAPES = [(32768, 1280), (5120, 8192), (1280, 5120), (2304, 5120)]
 # Matrices of one call, of as many layers: a single small one is over before a host has asked for the next.
 _LAYERS = 8
 _SAMPLES = 4
+# torch._scaled_mm has no scales of square blocks of 32.
+_TORCH_NOTE = "is given rounded inputs and weights already decoded to bfloat16, twice the bytes"
 
 
 def cases() -> list[Case]:
@@ -39,6 +42,8 @@ def _case(rows: int, shape: tuple[int, int], note: str) -> Case:
         operations=_LAYERS * 2.0 * rows * out * width,
         bytes=_LAYERS * float(moved),
         error=_error,
+        torch=_torch,
+        torch_note=_TORCH_NOTE,
         note=note,
     )
 
@@ -69,3 +74,10 @@ def _error(arrays: dict[str, Any], out: list[jax.Array]) -> float:
     )
     mine = out[-1][:_SAMPLES, :columns].astype(jnp.float32)
     return float(jnp.max(jnp.abs(mine - wanted)) / jnp.max(jnp.abs(wanted)))
+
+
+def _torch(arrays: dict[str, Any]):
+    decode = jax.jit(functools.partial(decode_blocks, dtype=jnp.bfloat16))
+    x = pytorch.tensors(jax.jit(FP8_E8M0.round)(arrays["x"]))
+    weights = pytorch.tensors([decode(*matrix) for matrix in arrays["matrices"]])
+    return lambda: [x @ weight.T for weight in weights]

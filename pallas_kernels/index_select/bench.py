@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.benchmark import pytorch
 from pallas_kernels.benchmark.case import Case
 from pallas_kernels.formats import FP4_E8M0, Packed
 from pallas_kernels.index_select import BlockSelection, Selection, index_reselect, index_select
@@ -19,6 +21,12 @@ _BLOCKS = BlockSelection(size=8, count=2048)
 _SAMPLES = 4
 # Scores of float32 sums in another order differ by less: an entry this close to the last one chosen is no wrong pick.
 _CLOSE = 1e-5
+# Products that are there at once in PyTorch: 0.5 GB of them, 1 GB weighted.
+_TORCH_PRODUCTS = 2**28
+_TORCH_NOTE = (
+    "is given keys already unpacked to bfloat16; its products are rounded to bfloat16, weighted and summed in float32, "
+    "for as many queries at a time as have 2²⁸ of them"
+)
 
 
 def cases() -> list[Case]:
@@ -67,6 +75,8 @@ def _select(name: str, batch: int, total: int, entries: int, blocks: BlockSelect
         operations=_operations(batch, total, entries),
         bytes=moved + (0 if blocks is None else 4.0 * batch * total * blocks.count),
         error=_wrong_entries,
+        torch=functools.partial(_torch_select, blocks),
+        torch_note=_TORCH_NOTE,
         note=note,
     )
 
@@ -82,6 +92,8 @@ def _reselect(name: str, batch: int, total: int, entries: int, note: str = "") -
         operations=_operations(batch, total, scored),
         bytes=moved + 4.0 * batch * total * _BLOCKS.count,
         error=_wrong_entries,
+        torch=_torch_reselect,
+        torch_note=_TORCH_NOTE,
         note=note,
     )
 
@@ -147,3 +159,76 @@ def _wrong_entries(arrays: dict[str, Any], out: Selection | tuple[jax.Array, jax
         good = (chosen >= 0) & (scores[chosen] >= last - _CLOSE * np.abs(scores[np.isfinite(scores)]).max())
         wrong += _TOP_K - np.unique(chosen[good]).size
     return wrong / (_SAMPLES * _TOP_K)
+
+
+def _torch_inputs(arrays: dict[str, Any]) -> tuple:
+    """Queries, weights, keys ``[pages, page, width]``, table ``[batch, pages]`` and visible entries as tensors."""
+    keys = pytorch.unpacked(arrays["pool"], FP4_E8M0)
+    queries, weights, table, visible = pytorch.tensors(
+        tuple(arrays[name] for name in ("queries", "weights", "page_table", "visible"))
+    )
+    return queries, weights, keys, table.long(), visible
+
+
+def _torch_tiles(queries, entries: int) -> list[slice]:
+    """Slices of the query axis of ``[batch, query, heads, width]``."""
+    batch, total, heads = queries.shape[:3]
+    step = max(1, _TORCH_PRODUCTS // (batch * heads * entries))
+    return [slice(first, first + step) for first in range(0, total, step)]
+
+
+def _torch_scores(products, weights):
+    """``[batch, query, heads, entries]`` bfloat16, overwritten, to ``[batch, query, entries]`` float32."""
+    return (products.relu_() * weights[..., None]).sum(dim=2)
+
+
+def _torch_select(blocks: BlockSelection | None, arrays: dict[str, Any]):
+    """The keys of all pages, their scores, the best."""
+    torch = importlib.import_module("torch")
+    queries, weights, pool, page_table, visible = _torch_inputs(arrays)
+    entry = torch.arange(page_table.shape[1] * _PAGE, device=pool.device)
+    tiles = _torch_tiles(queries, len(entry))
+
+    def run():
+        keys = pool[page_table].flatten(1, 2)
+        parts = []
+        for tile in tiles:
+            # One product a request: its keys serve all its queries.
+            products = (queries[:, tile].flatten(1, 2) @ keys.mT).unflatten(1, (-1, _HEADS))
+            parts.append(_torch_scores(products, weights[:, tile]))
+        scores = torch.cat(parts, dim=1).masked_fill_(entry >= visible[..., None], -torch.inf)
+        values, indices = torch.topk(scores, _TOP_K)
+        return Selection(indices, values, *(() if blocks is None else _torch_blocks(scores, visible, blocks)))
+
+    return run
+
+
+def _torch_blocks(scores, visible, blocks: BlockSelection) -> tuple:
+    """The best blocks by their largest score, the newest entry's first, and those scores."""
+    torch = importlib.import_module("torch")
+    best = scores.unflatten(-1, (-1, blocks.size)).amax(dim=-1)
+    newest = (visible.long() - 1) // blocks.size
+    chosen = torch.topk(best.scatter(-1, newest[..., None], torch.inf), blocks.count).indices
+    return chosen, best.gather(-1, chosen)
+
+
+def _torch_reselect(arrays: dict[str, Any]):
+    """A copy of each query's candidates, their scores, the best. A block lies within a page."""
+    torch = importlib.import_module("torch")
+    queries, weights, pool, page_table, visible = _torch_inputs(arrays)
+    block_ids = pytorch.tensors(arrays["block_ids"]).long()
+    pool = pool.view(-1, _BLOCKS.size, _WIDTH)
+    inside = torch.arange(_BLOCKS.size, device=pool.device)
+    tiles = _torch_tiles(queries, _BLOCKS.count * _BLOCKS.size)
+
+    def run():
+        parts = []
+        for tile in tiles:
+            keys = pool[pytorch.rows(page_table, block_ids[:, tile], _PAGE // _BLOCKS.size)].flatten(2, 3)
+            parts.append(_torch_scores(queries[:, tile] @ keys.mT, weights[:, tile]))
+        entries = (block_ids[..., None] * _BLOCKS.size + inside).flatten(2)
+        scores = torch.cat(parts, dim=1).masked_fill_(entries >= visible[..., None], -torch.inf)
+        values, chosen = torch.topk(scores, _TOP_K)
+        return entries.gather(-1, chosen), values
+
+    return run

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.benchmark import pytorch
 from pallas_kernels.benchmark.case import Case, output_bytes
 from pallas_kernels.mhc import Boundary, HyperConnection, Update, mhc, reference, xla
+from pallas_kernels.mhc.types import STATISTICS_EPS, Coefficients
 
 COPIES, WIDTH = 4, 5120
 STATIC = {"norm_eps": 1e-20, "eps": 1e-6, "iterations": 20}
@@ -53,6 +56,38 @@ def error(arrays: dict[str, Any], out: Boundary) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in wide)
 
 
+def in_torch(arrays: dict[str, Any]):
+    """The equations as they stand."""
+    torch = importlib.import_module("torch")
+    streams, mix, connection, norm_weight, update = pytorch.tensors(
+        tuple(arrays[name] for name in ("streams", "mix", "connection", "norm_weight", "update"))
+    )
+    scale = connection.scale.repeat_interleave(torch.tensor([COPIES, COPIES, COPIES**2], device=mix.device))
+    norm_weight = norm_weight.float()
+
+    def coefficients(h) -> Coefficients:
+        flat = h.flatten(1)
+        inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + STATISTICS_EPS)
+        m = flat @ connection.fn.T * inverse * scale + connection.base
+        pre, post, comb = m.split([COPIES, COPIES, COPIES**2], dim=-1)
+        comb = torch.softmax(comb.unflatten(-1, (COPIES, COPIES)), dim=-1) + STATIC["eps"]
+        comb = comb / (comb.sum(-2, keepdim=True) + STATIC["eps"])
+        for _ in range(STATIC["iterations"] - 1):
+            comb = comb / (comb.sum(-1, keepdim=True) + STATIC["eps"])
+            comb = comb / (comb.sum(-2, keepdim=True) + STATIC["eps"])
+        return Coefficients(torch.sigmoid(pre) + STATIC["eps"], 2 * torch.sigmoid(post), comb)
+
+    def run() -> Boundary:
+        kept = update.comb.mT @ streams.float()
+        updated = (update.post[..., None] * update.y[:, None].float() + kept).to(streams.dtype)
+        h = updated.float()
+        x = (mix[:, None] @ h)[:, 0].to(streams.dtype).float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + STATIC["norm_eps"]) * norm_weight
+        return Boundary(updated, x.to(streams.dtype), coefficients(h))
+
+    return run
+
+
 def cases() -> list[Case]:
     result = []
     for tokens, note in (
@@ -75,6 +110,8 @@ def cases() -> list[Case]:
                 operations=2.0 * tokens * shapes["connection"].fn.size,
                 bytes=output_bytes(shapes) + output_bytes(jax.eval_shape(call, shapes)),
                 error=error,
+                torch=in_torch,
+                torch_note="one operation after another, in float32 between bfloat16 streams",
                 note=note,
             )
         )

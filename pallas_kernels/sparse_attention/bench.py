@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.benchmark import pytorch
 from pallas_kernels.benchmark.case import Case
 from pallas_kernels.formats import FP4_E4M3, FP8_E8M0, BlockFormat, DenseFormat, Packed
 from pallas_kernels.sparse_attention import reference, sparse_attention
@@ -15,6 +17,12 @@ from pallas_kernels.sparse_attention import reference, sparse_attention
 _HEADS, _WIDTH, _WINDOW, _CHOSEN, _PAGE = 64, 512, 128, 512, 64
 _BF16 = DenseFormat("bfloat16")
 _SAMPLES = 4
+# Of a call in PyTorch: their entries are written out, 640 KiB a query.
+_TORCH_QUERIES = 1024
+_TORCH_NOTE = (
+    "is given entries already unpacked to bfloat16, which are gathered and written out for 1024 queries at a time, and "
+    "masks nothing; logits are rounded to bfloat16"
+)
 
 
 def cases() -> list[Case]:
@@ -69,6 +77,8 @@ def _case(
         operations=4.0 * queries * _HEADS * seen * _WIDTH,
         bytes=float(moved),
         error=functools.partial(_error, static),
+        torch=functools.partial(_torch, static),
+        torch_note=_TORCH_NOTE,
         note=note,
     )
 
@@ -135,3 +145,41 @@ def _error(static: dict, arrays: dict, out: jax.Array) -> float:
 @functools.partial(jax.jit, static_argnums=1)
 def _reference(arrays: dict, static: tuple) -> jax.Array:
     return reference.sparse_attention(**arrays, **dict(static))
+
+
+def _torch(static: dict, arrays: dict):
+    """Gather, product, softmax with a column for the sink, product. All entries are valid here: none is masked."""
+    torch = importlib.import_module("torch")
+    local = pytorch.unpacked(arrays["local"], static["local_fmt"])
+    queries, sink = pytorch.tensors((arrays["queries"], arrays["sink"]))
+    batch, total = queries.shape[:2]
+    if arrays["pool"] is not None:
+        pool = pytorch.unpacked(arrays["pool"], static["pool_fmt"]).flatten(0, 1)
+        page_table, indices = (tensor.long() for tensor in pytorch.tensors((arrays["page_table"], arrays["indices"])))
+    if "rotation" in arrays:
+        rotation = pytorch.tensors(arrays["rotation"]).long()
+        requests = torch.arange(batch, device=local.device)[:, None]
+        columns = torch.arange(local.shape[1], device=local.device)
+
+    def entries(windows, first, last):
+        seen = windows[:, first:last]
+        if arrays["pool"] is None:
+            return seen
+        picked = pool[pytorch.rows(page_table, indices[:, first:last], _PAGE)]
+        return torch.cat([seen, picked], dim=2)
+
+    def run():
+        ordered = local[requests, (columns + rotation[:, None]) % len(columns)] if "rotation" in arrays else local
+        windows = ordered.unfold(1, _WINDOW, 1)[:, 1:].mT  # [batch, query, window, width], a view
+        out = torch.empty_like(queries)
+        step = max(1, _TORCH_QUERIES // batch)
+        for first in range(0, total, step):
+            last = min(first + step, total)
+            keys = entries(windows, first, last)
+            logits = (queries[:, first:last] @ keys.mT).float() * static["scale"]
+            with_sink = torch.cat([logits, sink.expand(*logits.shape[:2], -1)[..., None]], dim=-1)
+            p = torch.softmax(with_sink, dim=-1)[..., :-1].to(keys.dtype)
+            out[:, first:last] = p @ keys
+        return out
+
+    return run

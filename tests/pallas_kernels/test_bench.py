@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib
 import json
 import types
 
@@ -11,11 +14,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import bench
+from pallas_kernels.benchmark import pytorch
 from pallas_kernels.benchmark.case import Case, output_bytes
 from pallas_kernels.benchmark.limits import Limits
 from pallas_kernels.benchmark.measure import measure
 from pallas_kernels.benchmark.table import render
 from pallas_kernels.benchmark.timing import _rounds, seconds_in_program
+from pallas_kernels.formats import FP8_E8M0, DenseFormat
+from pallas_kernels.index_select import BlockSelection
 from pallas_kernels.top_k import top_k
 
 LIMITS = Limits(copy_bytes_per_s=1e9, operations_per_s=1e9)
@@ -60,6 +66,14 @@ def test_a_failure_and_a_case_too_long_are_said_not_raised():
     text = render([row, skipped], LIMITS, "title")
     assert "no time of native: RuntimeError: out of memory" in text
     assert "no time of all: its floor is 5 s here" in text
+
+
+def test_how_pytorch_did_an_operation_is_said_once():
+    row = dataclasses.replace(measure(case(), LIMITS), torch_s=0.002, torch_note="is given more")
+    text = render([dataclasses.replace(row, torch_error=error) for error in (1e-3, 3e-3, None)], LIMITS, "title")
+    assert text.count("2.000") == 3
+    assert text.count("PyTorch's top_k: is given more; largest error 3.0e-03\n") == 1
+    assert "PyTorch's top_k" not in render([dataclasses.replace(row, torch_s=None)], LIMITS, "title")
 
 
 @pytest.mark.gpu
@@ -119,3 +133,54 @@ def test_an_unknown_operation_is_refused(capsys):
     with pytest.raises(SystemExit):
         bench.main(["abacus"])
     assert "abacus" in capsys.readouterr().err
+
+
+ATTENTION = {"_HEADS": 2, "_WIDTH": 32, "_WINDOW": 8, "_CHOSEN": 16, "_TORCH_QUERIES": 6}
+# Products in PyTorch are rounded to bfloat16: an entry as close as that to the last one chosen may be chosen.
+INDEX = {"_HEADS": 4, "_WIDTH": 32, "_TOP_K": 32, "_BLOCKS": BlockSelection(8, 16), "_CLOSE": 0.01}
+INDEX |= {"_TORCH_PRODUCTS": 2 * 2 * 4 * 1024}
+EXPERTS = {"_EXPERTS": 8, "_CHOSEN": 2, "_INNER": 32, "_HIDDEN": 64}
+
+
+def named(module, text: str) -> Case:
+    return next(case for case in module.cases() if text in f"{case.operation}: {case.name}")
+
+
+@pytest.mark.parametrize(
+    ("folder", "sizes", "build", "limit"),
+    [
+        ("sparse_attention", ATTENTION, lambda bench: bench._case("", 1, 10, 128), 1e-2),
+        ("sparse_attention", ATTENTION, lambda bench: bench._case("", 3, 4, 128, rotated=True), 1e-2),
+        ("sparse_attention", ATTENTION, lambda bench: bench._case("", 3, 4, 0, rotated=True), 1e-2),
+        ("index_select", INDEX, lambda bench: bench._select("", 2, 3, 1024, None), 0),
+        ("index_select", INDEX, lambda bench: bench._select("", 2, 3, 1024, bench._BLOCKS), 0),
+        ("index_select", INDEX | {"_TORCH_PRODUCTS": 2048}, lambda bench: bench._reselect("", 2, 3, 1024), 0),
+        # XLA multiplies by the reciprocal of a scale, PyTorch divides: beside an E4M3 scale a tie may fall otherwise.
+        ("paged_memory", {}, lambda bench: named(bench, "paged_append: 64 entries of 512, FP4_E4M3"), 0.01),
+        ("paged_memory", {}, lambda bench: named(bench, "paged_append: 64 entries of 512, FP4_E8M0"), 0),
+        ("paged_memory", {}, lambda bench: named(bench, "paged_append: 64 entries of 512, FP8_E8M0"), 0),
+        ("paged_memory", {}, lambda bench: named(bench, "paged_gather: 64 entries of 512, FP4_E4M3"), 0),
+        ("paged_memory", {}, lambda bench: named(bench, "paged_gather: 64 entries of 512, FP4_E8M0"), 0),
+        ("paged_memory", {}, lambda bench: named(bench, "paged_gather: 64 entries of 512, FP8_E8M0"), 0),
+        # Equal scores come in any order.
+        ("top_k", {}, lambda bench: named(bench, "8 × 131072"), 0.02),
+        ("expert_matmul", EXPERTS, lambda bench: bench._case(5, ""), 1e-2),
+        ("block_linear", {"_LAYERS": 2}, lambda bench: bench._case(3, (64, 96), ""), 1e-2),
+        ("mhc", {"WIDTH": 64}, lambda bench: named(bench, "64 tokens"), 1e-2),
+        ("router", {"_EXPERTS": 16, "_HIDDEN": 64}, lambda bench: bench._case(8, ""), 0),
+    ],
+)
+def test_pytorch_gives_the_reference_s_result(monkeypatch, folder, sizes, build, limit):
+    pytest.importorskip("torch")
+    module = importlib.import_module(f"pallas_kernels.{folder}.bench")
+    for name, size in sizes.items():
+        monkeypatch.setattr(module, name, size)
+    small = build(module)
+    arrays = small.arrays(np.random.default_rng(0))
+    run = small.torch(arrays)
+    run()  # a second call gives the same
+    error = small.error
+    if folder == "expert_matmul":  # its inputs are rounded to float8 before, the last product's are not
+        arrays["x"] = FP8_E8M0.round(arrays["x"])
+        error = functools.partial(error, activation_fmt=DenseFormat("bfloat16"))
+    assert error(arrays, pytorch.arrays(run())) <= limit
