@@ -151,11 +151,13 @@ class BlockFormat:
         ratio = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), self.floor) / limit
         if self.scale == "e8m0":
             scales = e8m0_encode_ceil(ratio)
-            step = e8m0_decode(scales)
+            step = e8m0_decode(scales)[..., None]
         else:
             scales = e4m3_encode(jnp.minimum(ratio, E4M3_MAX))
-            step = e4m3_decode(scales)
-        scaled = jnp.clip(blocks / step[..., None], -limit, limit).reshape(x.shape)
+            # XLA multiplies by the reciprocal of what it sees repeated, and a tie then rounds up beside some scales. It
+            # divides by what depends on each value; NaN over anything is NaN.
+            step = jnp.where(jnp.isnan(blocks), blocks, e4m3_decode(scales)[..., None])
+        scaled = jnp.clip(blocks / step, -limit, limit).reshape(x.shape)
         if self.element == "e2m1":
             return Packed(nibbles_pack(e2m1_encode(scaled)), scales)
         return Packed(e4m3_encode(scaled), scales)

@@ -81,6 +81,22 @@ def test_e2m1_ties_go_to_the_even_code():
     np.testing.assert_array_equal(np.asarray(encode_e2m1(jnp.asarray([0.0, -0.0]))), [0, 8])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_ties_go_to_the_even_code_beside_every_scale(dtype):
+    """A value on the middle of two codes times its scale: multiplied by the scale's reciprocal it may round to above."""
+    scales = np.arange(8, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    # The largest value of a block makes its scale.
+    block = np.concatenate([[6], middles, -middles, [0]]).astype(np.float32)
+    packed = encode(FP4_E4M3, jnp.asarray(scales[:, None] * block, dtype))
+    np.testing.assert_array_equal(as_bytes(packed.scales)[:, 0], np.arange(8, 0x7F))
+    codes = np.array([7, 0, 2, 2, 4, 4, 6, 6])
+    codes = np.concatenate([codes, codes[1:] | 8, [0]])
+    np.testing.assert_array_equal(
+        np.asarray(nibbles_unpack(packed.payload)), np.tile(codes, (len(scales), 1)).astype(np.uint8)
+    )
+
+
 def test_nibbles_put_the_even_index_low():
     codes = jnp.arange(16, dtype=jnp.uint8).reshape(2, 8)
     packed = jax.jit(nibbles_pack)(codes)

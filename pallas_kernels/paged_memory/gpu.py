@@ -194,17 +194,33 @@ def _encode(fmt: BlockFormat, parts: list[jax.Array]) -> tuple[list[jax.Array], 
         inverse = lax.bitcast_convert_type((254 - scales) << 23, jnp.float32)
     elif packs:
         code = jnp.minimum(most * (1 / limit), E4M3_MAX).astype(jnp.float8_e4m3fn)
-        scales, inverse = lax.bitcast_convert_type(code, jnp.uint8), _packing_inverse(code.astype(jnp.float32))
+        # How large products are in float16: see _pack_e2m1.
+        scales, inverse = lax.bitcast_convert_type(code, jnp.uint8), 2.0**-14 / code.astype(jnp.float32)
     else:
         scales = _e4m3_bits(jnp.minimum(most * (1 / limit), E4M3_MAX))
-        inverse = _reciprocal(_e4m3_value(scales))
     if packs:
         codes = [_pack_e2m1(x, inverse, fmt.scale) for x in parts]
-    else:
-        scaled = (x.astype(jnp.float32) * inverse[:, None] for x in parts)
+    elif fmt.scale == "e8m0":
         # A power of two is rounded up, so that nothing is beyond the limit.
-        codes = [_elements(fmt, x if fmt.scale == "e8m0" else jnp.clip(x, -limit, limit)) for x in scaled]
+        codes = [_elements(fmt, x.astype(jnp.float32) * inverse[:, None]) for x in parts]
+    else:
+        step = _e4m3_value(scales)[:, None]
+        codes = [_elements(fmt, jnp.clip(_quotient(x.astype(jnp.float32), step), -limit, limit)) for x in parts]
     return codes, scales.astype(jnp.uint8)
+
+
+def _quotient(x: jax.Array, step: jax.Array) -> jax.Array:
+    """x / step to nearest: an ordinary division here is an approximation, which may push a tie to either side."""
+    if interpreted():
+        # As in formats.py: else XLA multiplies by the reciprocal.
+        return x / jnp.where(jnp.isnan(x), x, step)
+    return plt.elementwise_inline_asm(
+        "div.rn.f32 $0, $1, $2;",
+        args=[x, jnp.broadcast_to(step, x.shape)],
+        constraints="=r,r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+    )[0]
 
 
 def _elements(fmt: BlockFormat, x: jax.Array) -> jax.Array:
@@ -224,14 +240,6 @@ def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Even and odd columns of ``[threads, 8]``."""
     pairs = lax.split(x.reshape(x.shape[0], -1, 2), (1, 1), axis=2)
     return tuple(half.reshape(x.shape[0], -1) for half in pairs)
-
-
-def _packing_inverse(scale: jax.Array) -> jax.Array:
-    """What :func:`_pack_e2m1` multiplies by, of scales of E4M3."""
-    # XLA's product of 1.25, 2.5 or 5 times a scale with the reciprocal of a mantissa of 15/8 rounds to above the middle
-    # of two codes. Half a step of float16 does so too, and moves nothing else to another code.
-    up = (lax.bitcast_convert_type(scale, jnp.int32) >> 20) & 7 == 7
-    return 1 / scale * jnp.where(up, 2.0**-14 * (1 + 2.0**-10), 2.0**-14)
 
 
 def _pack_e2m1(x: jax.Array, inverse: jax.Array, scale: str) -> jax.Array:
@@ -283,16 +291,6 @@ def _power_above(most: jax.Array, limit: float) -> jax.Array:
     bits = lax.bitcast_convert_type(most, jnp.int32)
     mantissa, exponent = math.frexp(limit)
     return (bits >> 23) - (exponent - 1) + ((bits & 0x7FFFFF) > int((2 * mantissa - 1) * 2**23)).astype(jnp.int32)
-
-
-def _reciprocal(x: jax.Array) -> jax.Array:
-    """1/x to nearest, for values of E4M3: a table of its eight mantissas, and its exponent turned round."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    eighths = (bits >> 20) & 7
-    inverse = jnp.ones_like(x)
-    for i in range(1, 8):
-        inverse = jnp.where(eighths == i, 8 / (8 + i), inverse)
-    return inverse * lax.bitcast_convert_type((254 - (bits >> 23)) << 23, jnp.float32)
 
 
 def _e4m3_bits(x: jax.Array) -> jax.Array:
