@@ -83,7 +83,7 @@ def test_e2m1_ties_go_to_the_even_code():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_ties_go_to_the_even_code_beside_every_scale(dtype):
-    """A value on the middle of two codes times its scale: multiplied by the scale's reciprocal it may round to above."""
+    """Values on the middle of two codes times their scale: multiplied by its reciprocal they may round to above."""
     scales = np.arange(8, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
     # The largest value of a block makes its scale.

@@ -39,6 +39,7 @@ from dsv41.evaluation.retrieval import (
     reuse,
 )
 from dsv41.inference.prefill import PrefillOptions, encode_prompts
+from dsv41.layer_table import Mode, layer_table
 from dsv41.layers.attention import Attention
 from dsv41.model import Model, TokenBatch
 from dsv41.numerics.rotary import csa_frequencies, rotary_table
@@ -363,8 +364,17 @@ def test_the_command_writes_rows_and_tables(checkpoints, capsys):
     paths = {name: checkpoints / f"quality.{name}" for name in ("json", "md")}
     outputs = ["--json", str(paths["json"]), "--markdown", str(paths["md"])]
     plain = ["--plain", f"trained={checkpoints / 'plain'}"]
-    assert command(checkpoints, "--question", "rounding", *plain, *outputs) == 0
+    twice = ["--reindexed", str(checkpoints / "packed")]
+    assert command(checkpoints, "--question", "rounding", "reindexing", *plain, *twice, *outputs) == 0
     results = json.loads(paths["json"].read_text())
+    # A model against itself, whose layers are counted.
+    modes = [layer.kind.mode for layer in layer_table(load_config(checkpoints / "packed").text).layers]
+    counts = {"layers_choose": sum(mode in (Mode.FULL, Mode.REINDEX) for mode in modes)}
+    counts["layers_reuse"] = modes.count(Mode.REUSE)
+    reindexed, own = results.pop("reindexing")
+    assert counts.items() <= own.items()
+    assert (reindexed["difference"], own["difference"]) == (None, 0)
+    assert 0 < own["bits_per_byte"] == reindexed["bits_per_byte"]
     rows = {(row["weights"], row["rounded"]): row["bits_per_byte"] for row in results.pop("rounding")}
     assert not results
     assert list(rows) == [("trained", "off"), ("trained", "cache"), ("trained", "full"), ("packed", "as stored")]
@@ -407,6 +417,8 @@ def test_what_the_command_cannot_do(checkpoints, capsys):
     assert "--plot: figure.gif is neither .png nor .svg" in capsys.readouterr().err
     assert command(checkpoints, "--plain", f"a={checkpoints / 'packed'}", "--question", "rounding") == 2
     assert "has quantised weights" in capsys.readouterr().err
+    assert command(checkpoints, "--question", "reindexing") == 2
+    assert "--question reindexing: needs --reindexed" in capsys.readouterr().err
     (checkpoints / "packed" / TOKENIZER_FILE).rename(checkpoints / "vocabulary")
     try:
         assert command(checkpoints) == 2
@@ -420,7 +432,7 @@ def test_every_question_has_its_panel(tmp_path):
     from dsv41.commands.eval_quality import QUESTIONS
     from dsv41.evaluation.quality_plot import PANELS
 
-    assert list(PANELS) == [question for question in QUESTIONS if question != "words"]  # one number
+    assert list(PANELS) == [question for question in QUESTIONS if question not in ("words", "reindexing")]  # one number
     shared = compared("bits_per_token", np.array([1.0, 2.0]), np.array([1.0, 1.5]))
     shared |= compared("bits_per_byte", np.array([1.0, 2.0]), np.array([1.0, 1.5]))
     row = shared | {"weights": "w", "rounded": "off", "prompt": 48, "replayed": 16, "hit": 16, "distance": 64}

@@ -46,6 +46,12 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
         help="checkpoints with float weights, for the question of rounding; first the one that --checkpoint is of",
     )
     parser.add_argument(
+        "--reindexed",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="checkpoint of a model trained alike in which every layer chooses, for the question of reindexing",
+    )
+    parser.add_argument(
         "--question", nargs="+", choices=QUESTIONS, metavar="Q", help=f"of {', '.join(QUESTIONS)}; default: all"
     )
     parser.add_argument("--texts", type=positive, default=24, metavar="N", help="how many, for each question")
@@ -104,6 +110,18 @@ class _Study:
 
         model = Model(Settings.default(self.config))
         return Subject(model, checkpoint_variables(model, self.args.checkpoint, self.tokenizer))
+
+    def trained(self, directory: pathlib.Path) -> Subject:
+        """A packed checkpoint in the pass of training, with every rounding on."""
+        from dsv41.config import load_config
+        from dsv41.evaluation.quality import Subject
+        from dsv41.loading import checkpoint_variables
+        from dsv41.model import Model
+        from dsv41.numerics.rounding import RoundingPolicy
+        from dsv41.settings import Settings
+
+        model = Model(Settings.for_training(load_config(directory), RoundingPolicy.preset("full")))
+        return Subject(model, checkpoint_variables(model, directory, self.tokenizer))
 
     def plain(self, directory: pathlib.Path) -> Subject:
         from dsv41.config import load_config
@@ -227,17 +245,18 @@ def _needle(study: _Study) -> list[Row]:
     return rows + (needle(study.packed, study.long_texts, phrases, far, lead) if far else [])
 
 
-def _baseline(study: _Study) -> list[Row]:
-    from dsv41.evaluation.quality import Subject
-    from dsv41.evaluation.samples import baselines
-    from dsv41.loading import checkpoint_variables
-    from dsv41.model import Model
-    from dsv41.numerics.rounding import RoundingPolicy
-    from dsv41.settings import Settings
+def _reindexing(study: _Study) -> list[Row]:
+    from dsv41.evaluation.quality import reindexing
 
-    model = Model(Settings.for_training(study.config, RoundingPolicy.preset("full")))
-    variables = checkpoint_variables(model, study.args.checkpoint, study.tokenizer)
-    return baselines(Subject(model, variables), study.data(rows=16), study.tokenizer, (5, 6, 7))
+    if study.args.reindexed is None:
+        raise OptionError("--question reindexing: needs --reindexed")
+    return reindexing(study.trained(study.args.checkpoint), study.trained(study.args.reindexed), study.short_texts)
+
+
+def _baseline(study: _Study) -> list[Row]:
+    from dsv41.evaluation.samples import baselines
+
+    return baselines(study.trained(study.args.checkpoint), study.data(rows=16), study.tokenizer, (5, 6, 7))
 
 
 def _words(study: _Study) -> list[Row]:
@@ -316,6 +335,12 @@ QUESTIONS: Mapping[str, Question] = {
         "alike.",
         _reuse,
     ),
+    "reindexing": Question(
+        "Reusing against reindexing",
+        "Of two models trained alike, so many layers choose their own entries and so many take another's choice; every "
+        "rounding on, against the one that reuses none. Training twice differs too, which is in no standard error.",
+        _reindexing,
+    ),
     "needle": Question(
         "A phrase read once",
         "The end of a phrase of three random names, its beginning given, if it stood in the text before, so many "
@@ -332,7 +357,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--plot: needs matplotlib, from the extra dsv41[plot]")
     study = _Study(args)
     results: dict[str, list[Row]] = {}
-    questions = args.question or [name for name in QUESTIONS if name != "baseline" or args.text is None]
+    questions = args.question or _questions(args)
     if args.text is not None and "baseline" in questions:
         raise OptionError("--question baseline: --text has no training texts; it needs --corpus")
     for name in questions:
@@ -347,6 +372,14 @@ def run(args: argparse.Namespace) -> int:
 
         plot_quality(results, args.plot)
     return 0
+
+
+def _questions(args: argparse.Namespace) -> list[str]:
+    """All for which there is what they need."""
+    without = {"baseline"} if args.text is not None else set()
+    if args.reindexed is None:
+        without.add("reindexing")
+    return [name for name in QUESTIONS if name not in without]
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, str]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from dsv41.evaluation.replay import beginnings
 from dsv41.inference.prefill import PrefillOptions, encode_prompts
+from dsv41.layer_table import Mode
 from dsv41.model import Model, TokenBatch
 from dsv41.numerics.rounding import POLICY_PRESETS, RoundingPolicy
 from dsv41.settings import Settings
@@ -314,3 +315,19 @@ def top_k(subject: Subject, texts: Texts, sizes: Sequence[int], ranges: Sequence
         for begin, end in ranges
         for size, values in ((size, per_byte(scores, texts, begin, end)) for size, scores in of.items())
     ]
+
+
+def reindexing(reusing: Subject, reindexed: Subject, texts: Texts) -> list[Row]:
+    """Bits a byte of whole texts of a model that reuses selections, against one trained alike that reuses none.
+
+    Two trainings differ by more than their layouts: the standard error over texts knows nothing of that.
+    """
+    rows: list[Row] = []
+    baseline: np.ndarray | None = None
+    for subject in (reindexed, reusing):
+        kinds = [layer.kind for layer in subject.model.settings.table.layers]
+        choose, reuse = sum(kind.selects for kind in kinds), sum(kind.mode is Mode.REUSE for kind in kinds)
+        values = per_byte(score(subject, texts.tokens), texts, 1, texts.tokens.shape[1])
+        rows.append({"layers_choose": choose, "layers_reuse": reuse} | compared("bits_per_byte", values, baseline))
+        baseline = values
+    return rows
