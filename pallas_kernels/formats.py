@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 E2M1_MAX = 6.0
+E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between the values of consecutive codes; on one the even code is nearest: the lower one on every other."""
 E4M3_MAX = 448.0
 
 
@@ -42,11 +44,15 @@ class Packed(NamedTuple):
         return Packed(f(self.payload, *(o.payload for o in others)), scales)
 
 
-def e2m1_encode(x: jax.Array) -> jax.Array:
-    """Codes 0..15 (uint8) of float values in [-6, 6]: to nearest, ties to the even code, -0 keeps its sign."""
+def e2m1_encode(x: jax.Array, step: jax.Array | float = 1.0) -> jax.Array:
+    """Codes 0..15 (uint8) of float32 values over ``step``: to nearest, ties to the even code, -0 keeps its sign.
+
+    Beyond 6 steps the code is that of 6. With few significant bits in ``step`` (E4M3's four) the middles of two codes
+    times it are exact, which a quotient is not: XLA multiplies by reciprocals, GPUs divide approximately.
+    """
     a = jnp.abs(x)
-    steps = ((a > 0.25), (a >= 0.75), (a > 1.25), (a >= 1.75), (a > 2.5), (a >= 3.5), (a > 5.0))
-    code = sum((s.astype(jnp.uint8) for s in steps), start=jnp.zeros(x.shape, jnp.uint8))
+    beyond = (a > m * step if i % 2 == 0 else a >= m * step for i, m in enumerate(E2M1_MIDDLES))
+    code = sum((b.astype(jnp.uint8) for b in beyond), start=jnp.zeros(x.shape, jnp.uint8))
     return code | (jnp.signbit(x).astype(jnp.uint8) << 3)
 
 
@@ -110,7 +116,7 @@ class BlockFormat:
 
     Attributes:
       element: "e2m1" or "e4m3".
-      scale: "e8m0" (power of two, rounded up) or "e4m3" (to nearest, so that values may clip).
+      scale: "e8m0" (power of two, rounded up) or, of E2M1 only, "e4m3" (to nearest, so that values may clip).
       block: values that share a scale.
       floor: smallest absolute maximum that a block is taken to have.
     """
@@ -119,6 +125,10 @@ class BlockFormat:
     scale: str
     block: int
     floor: float
+
+    def __post_init__(self) -> None:
+        if (self.element, self.scale) not in (("e2m1", "e4m3"), ("e2m1", "e8m0"), ("e4m3", "e8m0")):
+            raise ValueError(f"block format: there is no {self.element} with scales {self.scale}")
 
     def payload_width(self, width: int) -> int:
         """Last axis of the payload of ``width`` values."""
@@ -149,15 +159,12 @@ class BlockFormat:
         limit = E2M1_MAX if self.element == "e2m1" else E4M3_MAX
         blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self.block)
         ratio = jnp.maximum(jnp.max(jnp.abs(blocks), axis=-1), self.floor) / limit
-        if self.scale == "e8m0":
-            scales = e8m0_encode_ceil(ratio)
-            step = e8m0_decode(scales)[..., None]
-        else:
+        if self.scale == "e4m3":
             scales = e4m3_encode(jnp.minimum(ratio, E4M3_MAX))
-            # XLA multiplies by the reciprocal of what it sees repeated, and a tie then rounds up beside some scales. It
-            # divides by what depends on each value; NaN over anything is NaN.
-            step = jnp.where(jnp.isnan(blocks), blocks, e4m3_decode(scales)[..., None])
-        scaled = jnp.clip(blocks / step, -limit, limit).reshape(x.shape)
+            codes = e2m1_encode(blocks, e4m3_decode(scales)[..., None]).reshape(x.shape)
+            return Packed(nibbles_pack(codes), scales)
+        scales = e8m0_encode_ceil(ratio)
+        scaled = jnp.clip(blocks / e8m0_decode(scales)[..., None], -limit, limit).reshape(x.shape)
         if self.element == "e2m1":
             return Packed(nibbles_pack(e2m1_encode(scaled)), scales)
         return Packed(e4m3_encode(scaled), scales)

@@ -97,6 +97,11 @@ def test_ties_go_to_the_even_code_beside_every_scale(dtype):
     )
 
 
+def test_an_unknown_combination_is_refused():
+    with pytest.raises(ValueError, match="there is no e4m3 with scales e4m3"):
+        BlockFormat("e4m3", "e4m3", block=16, floor=1e-4)
+
+
 def test_nibbles_put_the_even_index_low():
     codes = jnp.arange(16, dtype=jnp.uint8).reshape(2, 8)
     packed = jax.jit(nibbles_pack)(codes)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.backend import interpreted
-from pallas_kernels.formats import E2M1_MAX, E4M3_MAX, BlockFormat, Format, Packed
+from pallas_kernels.formats import E2M1_MAX, E2M1_MIDDLES, E4M3_MAX, BlockFormat, Format, Packed
 
 _THREADS = 128
 # Values that a thread reads or writes at once, 16 bytes of bfloat16, and those that it packs: a block of FP4_E4M3.
@@ -205,22 +205,8 @@ def _encode(fmt: BlockFormat, parts: list[jax.Array]) -> tuple[list[jax.Array], 
         codes = [_elements(fmt, x.astype(jnp.float32) * inverse[:, None]) for x in parts]
     else:
         step = _e4m3_value(scales)[:, None]
-        codes = [_elements(fmt, jnp.clip(_quotient(x.astype(jnp.float32), step), -limit, limit)) for x in parts]
+        codes = [_pair(_codes_over(x.astype(jnp.float32), step)) for x in parts]
     return codes, scales.astype(jnp.uint8)
-
-
-def _quotient(x: jax.Array, step: jax.Array) -> jax.Array:
-    """x / step to nearest: an ordinary division here is an approximation, which may push a tie to either side."""
-    if interpreted():
-        # As in formats.py: else XLA multiplies by the reciprocal.
-        return x / jnp.where(jnp.isnan(x), x, step)
-    return plt.elementwise_inline_asm(
-        "div.rn.f32 $0, $1, $2;",
-        args=[x, jnp.broadcast_to(step, x.shape)],
-        constraints="=r,r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )[0]
 
 
 def _elements(fmt: BlockFormat, x: jax.Array) -> jax.Array:
@@ -232,7 +218,20 @@ def _elements(fmt: BlockFormat, x: jax.Array) -> jax.Array:
     # As E4M3 below: to nearest even with one bit of mantissa, and by a sum where the step is 0.5 throughout.
     normal = ((size + 0x1FFFFF + ((size >> 22) & 1)) >> 22) - ((127 - 1) << 1)
     small = lax.bitcast_convert_type(jnp.abs(x) + 2.0**22, jnp.int32) & 7
-    low, high = _split(jnp.where(size < 127 << 23, small, normal) | ((bits >> 28) & 8))
+    return _pair(jnp.where(size < 127 << 23, small, normal) | ((bits >> 28) & 8))
+
+
+def _codes_over(x: jax.Array, step: jax.Array) -> jax.Array:
+    """E2M1 codes int32 of x over E4M3 scales, compared with middles of codes as in formats.py."""
+    size = jnp.abs(x)
+    beyond = [size > m * step if i % 2 == 0 else size >= m * step for i, m in enumerate(E2M1_MIDDLES)]
+    sign = (lax.bitcast_convert_type(x, jnp.int32) >> 28) & 8
+    return functools.reduce(jnp.add, (jnp.where(b, 1, 0) for b in beyond)) | sign
+
+
+def _pair(codes: jax.Array) -> jax.Array:
+    """Bytes ``[threads, 4]`` of codes int32 ``[threads, 8]``."""
+    low, high = _split(codes)
     return (low | high << 4).astype(jnp.uint8)
 
 
