@@ -122,7 +122,7 @@ class Speculation:
             for timed in (False,) if curve is None else (False, True):
                 drafts, draft_seconds = None, None
                 if self._drafter is not None and width > 1:
-                    drafts, draft_seconds = self._draft(sampler, active)
+                    drafts, draft_seconds = self._draft(state, sampler, active)
                 elif self._drafter is not None:
                     self._feed()
                 begin = time.perf_counter()
@@ -149,7 +149,7 @@ class Speculation:
         # A step that is wide anyway needs something to compare with, though it checks nothing of it.
         always = self._rule is Rule.REJECTION and self._widths[0] > 1
         if self._drafter is not None and (always or self._scheduler.drafts(active, caps)):
-            drafts, draft_seconds = self._draft(sampler, active)
+            drafts, draft_seconds = self._draft(state, sampler, active)
             plan = self._scheduler.choose(np.asarray(drafts.confidence), active, caps)
         else:
             if self._drafter is not None:
@@ -164,9 +164,11 @@ class Speculation:
     def _module(self) -> tuple[Drafter, Variables]:
         return self._drafter.drafter, self._drafter.variables
 
-    def _draft(self, sampler: Sampler, active: np.ndarray) -> tuple[Drafts, float]:
+    def _draft(self, state: ModelState, sampler: Sampler, active: np.ndarray) -> tuple[Drafts, float]:
         begin = time.perf_counter()
         drafter, variables = self._module()
+        # Where the last step of each request began, or, right after a prompt, where the prompt ends.
+        start = state.length - self._count
         self._ring, drafts = draft_step(
             self._model,
             drafter,
@@ -175,7 +177,7 @@ class Speculation:
             variables,
             self._ring,
             self._taps,
-            self._start,
+            start,
             self._count.copy(),
             sampler,
             active.copy(),
