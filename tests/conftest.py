@@ -17,8 +17,9 @@ from dsv41.verification.golden import Golden
 from tests.fixtures_engine import (  # noqa: F401 (fixtures)
     default_engine,
     drafting_engine,
-    mini8_engine,
     random_engines_made_once,
+    small_checkpoint,
+    small_engine,
 )
 
 GOLDEN = pathlib.Path(__file__).parent / "data" / "golden"

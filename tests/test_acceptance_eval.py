@@ -24,7 +24,7 @@ from dsv41.inference.requests import Request
 from dsv41.inference.scheduler import ThroughputScheduler
 from dsv41.loading import model_tokenizer
 from dsv41.training import data
-from tests.fixtures_engine import GOLDEN, MINI8_OPTIONS
+from tests.fixtures_engine import GOLDEN, SMALL_OPTIONS
 from tests.helpers import random_tokens
 
 MINI8 = GOLDEN / "mini8" / "fp8"
@@ -36,14 +36,14 @@ NEW_TOKENS = 10
 # ---------------------------------------------------------------- verification
 
 
-def test_what_is_measured_is_what_the_engine_does(drafting_engine, mini8_engine):
+def test_what_is_measured_is_what_the_engine_does(drafting_engine, small_engine):
     temperature = 0.8  # greedy below, by the command
-    row = measure_acceptance(drafting_engine, mini8_engine, PROMPTS, NEW_TOKENS, temperature, seed=4)
+    row = measure_acceptance(drafting_engine, small_engine, PROMPTS, NEW_TOKENS, temperature, seed=4)
     requests = [
         Request(tokens=prompt, max_new_tokens=NEW_TOKENS, temperature=temperature, seed=4 + i)
         for i, prompt in enumerate(PROMPTS)
     ]
-    tokens = [c.tokens for c in mini8_engine.generate(requests)]
+    tokens = [c.tokens for c in small_engine.generate(requests)]
     assert row["new_tokens"] == sum(map(len, tokens))
     assert row["same_tokens"] == 1.0
     # Each token but a prompt's first came from a step, as its own or as an accepted draft.
@@ -60,9 +60,9 @@ def test_what_is_measured_is_what_the_engine_does(drafting_engine, mini8_engine)
     assert row["speedup"] == pytest.approx(row["tokens_per_s"] / row["plain_tokens_per_s"])
 
 
-def test_engines_are_told_apart(drafting_engine, mini8_engine):
+def test_engines_are_told_apart(drafting_engine, small_engine):
     with pytest.raises(ValueError, match="drafting: this engine was made without speculative"):
-        measure_acceptance(mini8_engine, mini8_engine, PROMPTS, 2)
+        measure_acceptance(small_engine, small_engine, PROMPTS, 2)
     with pytest.raises(ValueError, match="plain: this engine was made with speculative 3"):
         measure_acceptance(drafting_engine, drafting_engine, PROMPTS, 2)
     plain = without_drafts(drafting_engine)
@@ -166,16 +166,14 @@ def test_what_cannot_be_fitted_is_named():
         fit_temperatures(ones, ones * [1.5, 1.0], ones > 0)
 
 
-def test_a_scheduler_starts_with_the_file_s_temperatures(tmp_path):
+def test_a_scheduler_starts_with_the_file_s_temperatures(tmp_path, small_checkpoint):
     """Beside the checkpoint, through the engine, to the chances that depths are chosen by."""
     temperature = (0.5, 1.0, 2.0, 3.0, 16.0)
     assert read_calibration(tmp_path, 5) is None
-    for file in MINI8.iterdir():
-        shutil.copy(file, tmp_path)
-    shutil.copy(MINI8.parent / "token_map.npy", tmp_path)
+    shutil.copytree(small_checkpoint, tmp_path, dirs_exist_ok=True)
     assert write_calibration(tmp_path, np.array(temperature)) == tmp_path / CALIBRATION_FILE
     assert sorted(p.name for p in tmp_path.iterdir() if CALIBRATION_FILE in p.name) == [CALIBRATION_FILE]
-    engine = Engine.from_checkpoint(tmp_path, dataclasses.replace(MINI8_OPTIONS, speculative="auto"))
+    engine = Engine.from_checkpoint(tmp_path, dataclasses.replace(SMALL_OPTIONS, speculative="auto"))
     engine._speculation(2)
     (scheduler,) = engine._schedulers.values()
     assert isinstance(scheduler, ThroughputScheduler)

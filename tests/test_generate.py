@@ -23,7 +23,7 @@ from dsv41.settings import Settings
 from dsv41.state.sizes import state_bytes
 from dsv41.tokens.compression import token_map
 from dsv41.tokens.tokenizer import Tokenizer
-from tests.fixtures_engine import GOLDEN, MINI8_OPTIONS
+from tests.fixtures_engine import GOLDEN, SMALL_OPTIONS
 from tests.helpers import random_tokens
 
 EOS = 1
@@ -46,15 +46,15 @@ def sampled_requests() -> list[Request]:
     ]
 
 
-def test_a_request_gives_the_same_tokens_alone_and_in_any_batch(mini8_engine):
+def test_a_request_gives_the_same_tokens_alone_and_in_any_batch(small_engine):
     requests = sampled_requests()
-    together = [c.tokens for c in mini8_engine.generate(requests)]
+    together = [c.tokens for c in small_engine.generate(requests)]
     shuffled = np.random.default_rng(0).permutation(len(requests))
-    again = mini8_engine.generate([requests[i] for i in shuffled])
+    again = small_engine.generate([requests[i] for i in shuffled])
     assert [c.tokens for c in again] == [together[i] for i in shuffled]
     assert [c.id for c in again] == shuffled.tolist()
     for index in (0, 5):  # one of the first batch, one that came into a used slot
-        assert mini8_engine.generate([requests[index]])[0].tokens == together[index]
+        assert small_engine.generate([requests[index]])[0].tokens == together[index]
 
 
 def test_seeds_belong_to_requests(default_engine):
@@ -137,37 +137,37 @@ def test_the_state_covers_what_was_consumed_not_what_was_sampled(default_engine)
     np.testing.assert_array_equal(np.delete(np.asarray(slots._state.length), row), 0)
 
 
-def test_a_checkpoint_with_its_own_vocabulary(mini8_engine):
-    assert mini8_engine.tokenizer is None
+def test_a_checkpoint_with_its_own_vocabulary(small_engine):
+    assert small_engine.tokenizer is None
     requests = [
         Request(tokens=[7 * i + j for j in range(n)], max_new_tokens=5, temperature=0.8, seed=i)
         for i, n in enumerate((9, 16, 3))
     ]
-    done = mini8_engine.generate(requests)
+    done = small_engine.generate(requests)
     assert [c.text for c in done] == [None] * 3
     assert all(len(c.tokens) == 5 or c.tokens[-1] == EOS for c in done)
-    assert mini8_engine.generate(requests[2:])[0].tokens == done[2].tokens
+    assert small_engine.generate(requests[2:])[0].tokens == done[2].tokens
     with pytest.raises(RequestError, match=r"request 0: prompt: 'Hello' cannot be read: .* 512 tokens"):
-        mini8_engine.stream([Request(prompt="Hello")])
+        small_engine.stream([Request(prompt="Hello")])
     with pytest.raises(RequestError, match="stop: "):
-        mini8_engine.stream([Request(tokens=[3], stop=["x"])])
+        small_engine.stream([Request(tokens=[3], stop=["x"])])
 
 
-def test_prompts_up_to_the_window_are_the_same_in_replay_and_exact(mini8_engine):
+def test_prompts_up_to_the_window_are_the_same_in_replay_and_exact(small_engine):
     exact = Engine(
-        mini8_engine.model,
-        mini8_engine.variables,
+        small_engine.model,
+        small_engine.variables,
         None,
-        dataclasses.replace(MINI8_OPTIONS, prefill=PrefillOptions("exact", MINI8_OPTIONS.prefill.chunk_sizes)),
+        dataclasses.replace(SMALL_OPTIONS, prefill=PrefillOptions("exact", SMALL_OPTIONS.prefill.chunk_sizes)),
     )
     requests = [Request(tokens=range(20, 20 + n), max_new_tokens=6) for n in (1, 15, 16)]
-    assert [c.tokens for c in exact.generate(requests)] == [c.tokens for c in mini8_engine.generate(requests)]
+    assert [c.tokens for c in exact.generate(requests)] == [c.tokens for c in small_engine.generate(requests)]
 
 
-def test_prefill_progress_counts_the_prompt(mini8_engine):
+def test_prefill_progress_counts_the_prompt(small_engine):
     seen = {0: 0, 1: 0}
     requests = [Request(tokens=range(40, 40 + n), max_new_tokens=1) for n in (35, 7)]
-    mini8_engine.generate(requests, lambda index, count: seen.update({index: seen[index] + count}))
+    small_engine.generate(requests, lambda index, count: seen.update({index: seen[index] + count}))
     assert seen == {0: 35, 1: 7}
 
 

@@ -32,6 +32,7 @@ from tests.helpers import (
     ALL_SLOTS,
     SLOTS,
     SMALL_LAYOUT,
+    TWO_LAYERS,
     assert_close,
     fresh_state,
     mini8_config,
@@ -40,7 +41,7 @@ from tests.helpers import (
     random_model,
     random_tokens,
 )
-from tests.test_cli import DEFAULT_FLAGS, MINI8_FLAGS, ROOT
+from tests.test_cli import DEFAULT_FLAGS, MINI8, ROOT
 
 pytestmark = pytest.mark.usefixtures("random_engines_made_once")
 
@@ -170,7 +171,7 @@ def test_history_after_a_prefix_blocks_pictures():
 
 def test_a_span_may_be_cut_by_a_chunk_at_any_position():
     """Two pictures side by side move over the edges of chunks of 16; equal to one chunk, rounding off."""
-    model, variables = random_model(False, **SMALL_LAYOUT)
+    model, variables = random_model(False, **SMALL_LAYOUT | TWO_LAYERS)
     pictures = [encoded(7, 1).embeddings, encoded(4, 2).embeddings]
 
     def run(chunk: int, begins: range):
@@ -309,7 +310,7 @@ def test_bad_lines_are_refused_before_any_work(capsys, tmp_path, monkeypatch, li
     monkeypatch.setattr(Engine, "from_checkpoint", None)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(json.dumps(line) + "\n")
-    code, stdout, err = run_cli(capsys, "generate", "--prompts", source, "--out", out, *MINI8_FLAGS)
+    code, stdout, err = run_cli(capsys, "generate", "--prompts", source, "--out", out, "--checkpoint", MINI8)
     assert (code, stdout) == (2, "")
     assert re.search(message, err), err
     assert not out.exists()
@@ -331,9 +332,9 @@ def test_bad_options_are_refused_before_any_work(capsys, monkeypatch, argv, mess
     assert re.search(message, err), err
 
 
-def test_an_engine_finds_the_vision_part_of_its_checkpoint(mini8_engine):
-    ours, alone = mini8_engine._load_pictures(), Pictures.from_checkpoint(GOLDEN / "mini8" / "fp8")
-    assert ours.settings is mini8_engine.model.settings
+def test_an_engine_finds_the_vision_part_of_its_checkpoint(small_engine, small_checkpoint):
+    ours, alone = small_engine._load_pictures(), Pictures.from_checkpoint(small_checkpoint)
+    assert ours.settings is small_engine.model.settings
     jax.tree.map(np.testing.assert_array_equal, ours.params, alone.params)
 
 
