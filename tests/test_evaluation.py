@@ -126,7 +126,8 @@ def test_a_filled_state_is_one_after_a_prompt(smooth_mini8):
     for pool in state.memory.values():
         assert np.isfinite(np.asarray(settings.formats.main_kv.decode(pool.main))).all()
         assert np.asarray(settings.formats.index_keys.decode(pool.index)).std() > 0.5
-    short = np.asarray(widths.filled_state(settings, 1, 3, 1).encoder_ring.positions)
+    # As many positions in all, so that the same programs draw it.
+    short = np.asarray(widths.filled_state(settings, 2, 3, context).encoder_ring.positions)
     np.testing.assert_array_equal(np.sort(short[0])[-4:], [-1, 0, 1, 2])
 
 
