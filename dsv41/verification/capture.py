@@ -50,6 +50,8 @@ def replayed_logits(model: Model, variables: Mapping, state: ModelState, tail: S
 
 def by_layer(settings: Settings, captured: tuple) -> Layers:
     """Sorts captured values out of the loops' stacked axes."""
+    # On the host first: taken apart on the device, every value of every layer would be an operation of its own.
+    captured = jax.device_get(captured)
     layers: Layers = {}
     for name, rows, captures in (
         ("encoder", settings.table.encoder, captured[0]),
@@ -61,7 +63,7 @@ def by_layer(settings: Settings, captured: tuple) -> Layers:
             address = locate(plan, row.index)
             run = tree[f"groups_{address.group}"][f"runs_{address.run}"]
             layers[row.index] = {
-                [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]: np.asarray(leaf[address.index])
+                [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]: leaf[address.index]
                 for path, leaf in jax.tree_util.tree_flatten_with_path(run)[0]
             }
     return layers
@@ -102,12 +104,12 @@ def run_chunk(
     slots, (rows, queries) = state.length.shape[0], tokens.shape
     pad = ((0, slots - rows), (0, width - queries))
 
-    def padded(x: np.ndarray) -> jax.Array:
-        return jnp.asarray(np.pad(x, pad + ((0, 0),) * (x.ndim - 2)))
+    def padded(x: np.ndarray) -> np.ndarray:
+        return np.pad(x, pad + ((0, 0),) * (x.ndim - 2))
 
     batch = TokenBatch(
         tokens=padded(tokens.astype(np.int32)),
-        count=jnp.asarray(np.where(np.arange(slots) < rows, queries, 0).astype(np.int32)),
+        count=np.where(np.arange(slots) < rows, queries, 0).astype(np.int32),
         is_image=padded(np.zeros(tokens.shape, bool) if is_image is None else is_image),
         embeddings=padded(
             np.zeros((*tokens.shape, model.settings.text.hidden_size), np.float32) if embeddings is None else embeddings
@@ -118,15 +120,15 @@ def run_chunk(
     )
     state, logits, hidden, taps, captured = captured_forward(model, variables, state, batch, forced)
 
-    def live(x: jax.Array) -> np.ndarray:
-        x = np.asarray(x[:rows, :queries])
+    def live(x: jax.Array | np.ndarray) -> np.ndarray:
+        x = np.asarray(x)[:rows, :queries]
         return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
 
     layers = {
         layer: {name: live(value) for name, value in values.items()}
         for layer, values in by_layer(model.settings, captured).items()
     }
-    taps = np.moveaxis(np.asarray(taps[:, :rows, :queries], np.float32), 0, 2)
+    taps = np.moveaxis(np.asarray(taps)[:, :rows, :queries].astype(np.float32), 0, 2)
     return state, Capture(live(logits), live(hidden), taps.reshape(*taps.shape[:2], -1), layers)
 
 
@@ -161,7 +163,7 @@ def forced_selection(
         ids = np.where(member, np.arange(member.shape[-1]), np.iinfo(np.int32).max)
         ids = np.sort(ids, axis=-1)[..., :blocks]
         chosen[:rows, :queries, : ids.shape[-1]] = np.where(ids == np.iinfo(np.int32).max, -1, ids)
-    return ForcedSelection(jnp.asarray(stacked), jnp.asarray(chosen), jnp.asarray(bool(entries)))
+    return ForcedSelection(stacked, chosen, np.asarray(bool(entries)))
 
 
 def pool_width(settings: Settings, state: ModelState) -> int:
@@ -194,7 +196,7 @@ def ring_of(settings: Settings, state: ModelState, layer: int, rows: int) -> np.
     """A layer's window ring in slot order, decoded: ``[rows, W, head_dim]`` float32."""
     start = settings.table.decoder_start
     ring = state.encoder_ring if layer < start else state.decoder_ring
-    entries = ring.entries.map(lambda leaf: leaf[layer - start if layer >= start else layer])
+    entries = ring.entries.map(lambda leaf: np.asarray(leaf)[layer - start if layer >= start else layer])
     return np.asarray(decoded(settings.formats.window, entries))[:rows]
 
 
@@ -208,4 +210,4 @@ def tail_of(settings: Settings, state: ModelState, source: int, rows: int) -> tu
     """A source's compressor tail, kv and gate, each ``[rows, ratio − 1, head_dim]``."""
     tails = state.tails[settings.table.layers[source].kind.ratio]
     slot = settings.table.source_slot(source)
-    return np.asarray(tails.kv[slot])[:rows], np.asarray(tails.gate[slot])[:rows]
+    return np.asarray(tails.kv)[slot, :rows], np.asarray(tails.gate)[slot, :rows]

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsv41.layer_table import Mode, locate, stack_plan
@@ -49,6 +48,13 @@ def _apply(
 
 # As programs: run operation by operation these would compile hundreds of small ones.
 _append = jax.jit(append_entries, static_argnums=1)
+_lookback = jax.jit(lookback)
+_first_flow = jax.jit(first_flow, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty(settings: Settings, requests: int, queries: int) -> tuple[ModelState, Ring]:
+    return create_sequential_state(settings, requests, queries), create_ring(settings, 1, requests)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -96,11 +102,12 @@ def _compare_layer(golden: Golden, model: Model, variables: Mapping, layer: int)
     block = Block(settings, row.kind, has_engram=layer in settings.text.engram_layer_ids)
     params = _layer_params(settings, variables, layer)
 
-    def run(streams: jax.Array) -> tuple[Flow, dict]:
-        return _apply(block, settings, params, flow.replace(streams=streams.astype(settings.dtype)), inputs, step)
+    def run(streams: np.ndarray) -> tuple[Flow, dict]:
+        flow_in = flow.replace(streams=streams.astype(settings.dtype))
+        return jax.device_get(_apply(block, settings, params, flow_in, inputs, step))
 
-    after, captured = run(jnp.asarray(streams))
-    ours = np.asarray(after.streams.astype(jnp.float32))
+    after, captured = run(streams)
+    ours = after.streams.astype(np.float32)
     requests = ours.shape[0]
     want, want_mix = expected[f"A.prefill.layer.{layer}"], expected[f"A.prefill.pre_mix.{layer}"]
     group = f"layer {layer} ({row.kind.mode.value})"
@@ -119,7 +126,7 @@ def _compare_layer(golden: Golden, model: Model, variables: Mapping, layer: int)
 
     noise = np.random.default_rng(layer).standard_normal((PROBES, *streams.shape)).astype(np.float32) * NOISE
     flat = lambda x: np.asarray(x, np.float32).reshape(-1, x.shape[-2] * x.shape[-1])  # noqa: E731
-    probes = [run(jnp.asarray(streams * (1 + n))) for n in noise]
+    probes = [run(streams * (1 + n)) for n in noise]
     fragile = _moved([flat(moved.streams) for moved, _ in probes], flat(after.streams))
     errors = row_errors(flat(after.streams), flat(want))
     steady = errors[~fragile]
@@ -204,25 +211,30 @@ def _layer_params(settings: Settings, variables: Mapping, layer: int) -> Mapping
     stack, rows = ("encoder", settings.table.encoder) if layer < start else ("decoder", settings.table.decoder)
     address = locate(stack_plan(rows), layer)
     run = variables["params"][stack][f"groups_{address.group}"][f"runs_{address.run}"]
-    return jax.tree.map(lambda leaf: leaf[address.index], run)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[address.index], run)
 
 
 def _prepare(
-    golden: Golden, model: Model, variables: Mapping, layer: int, streams: np.ndarray, mix: np.ndarray
+    golden: Golden,
+    model: Model,
+    variables: Mapping,
+    layer: int,
+    streams: np.ndarray,
+    mix: np.ndarray,
 ) -> tuple[Flow, LayerInputs, Step]:
     """A fresh prompt as this layer meets it: its sources' entries in the memory, its selection made."""
     settings, expected = model.settings, golden.tensors("expected")
     text, table, row = settings.text, settings.table, settings.table.layers[layer]
     requests, queries = streams.shape[:2]
-    state = create_sequential_state(settings, requests, queries)
+    state, ring = _empty(settings, requests, queries)
     ids = golden.token_map[expected["A.input_ids"][:requests, :queries]].astype(np.int32)
     segment = Segment(
-        streams=jnp.asarray(streams, settings.dtype),
-        mix=jnp.asarray(mix, jnp.float32),
-        is_image=jnp.zeros((requests, queries), bool),
-        lookback=lookback(jnp.asarray(ids), state.ngram_tail),
-        start=jnp.zeros((requests,), jnp.int32),
-        count=jnp.full((requests,), queries, jnp.int32),
+        streams=streams.astype(settings.dtype),
+        mix=mix.astype(np.float32),
+        is_image=np.zeros((requests, queries), bool),
+        lookback=_lookback(ids, state.ngram_tail),
+        start=np.zeros((requests,), np.int32),
+        count=np.full((requests,), queries, np.int32),
     )
     if row.kind.mode in (Mode.REINDEX, Mode.REUSE):
         main = expected[f"A.prefill_cache.compress_kv.{row.kv_source}"][:requests]
@@ -231,14 +243,14 @@ def _prepare(
             state.memory[row.kind.ratio],
             settings,
             state.page_table,
-            jnp.int32(table.source_slot(layer)),
+            np.int32(table.source_slot(layer)),
             segment.start,
-            jnp.full((requests,), main.shape[1], jnp.int32),
-            jnp.asarray(main),
-            jnp.asarray(index),
+            np.full((requests,), main.shape[1], np.int32),
+            main,
+            index,
         )
         state = state.replace(memory={**state.memory, row.kind.ratio: memory})
-    flow = first_flow(settings, state, segment)
+    flow = _first_flow(settings, state, segment)
     forced = None
     if row.kind.mode is not Mode.WINDOW:
         source = text.candidate_source_layer_id
@@ -258,12 +270,12 @@ def _prepare(
     engram = None
     if layer in text.engram_layer_ids:
         engram = _engram_inputs(model, (layer,), variables, segment.lookback)
-    step, ring = _begin(settings, state, create_ring(settings, 1, requests), segment, engram, forced)
+    step, ring = _begin(settings, state, ring, segment, engram, forced)
     inputs = LayerInputs(
-        ring=ring.map(lambda leaf: leaf[0]),
-        source_slot=jnp.int32(table.source_slot(layer)),
-        index_slot=jnp.int32(table.index_sources.index(layer) if row.kind.selects else 0),
-        engram_slot=jnp.int32(0 if engram is not None else -1),
-        tap_slot=jnp.int32(0),
+        ring=ring.map(lambda leaf: np.asarray(leaf)[0]),
+        source_slot=np.int32(table.source_slot(layer)),
+        index_slot=np.int32(table.index_sources.index(layer) if row.kind.selects else 0),
+        engram_slot=np.int32(0 if engram is not None else -1),
+        tap_slot=np.int32(0),
     )
     return flow, inputs, step

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -95,6 +96,7 @@ def _exact(model: Model, variables: Mapping, state: ModelState, tokens: np.ndarr
     return state, np.concatenate(logits, axis=1)
 
 
+@jax.jit
 def _lose_rings(state: ModelState) -> ModelState:
     """Pages as they are; everything else of the requests gone, ring contents NaN."""
 
