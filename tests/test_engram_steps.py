@@ -40,11 +40,12 @@ from tests.helpers import (
 
 # The first Engram before the encoder's second layer, another in the decoder; layers that compile soon.
 LAYOUT = SMALL_LAYOUT | {
-    "compress_ratios": (0, 2, 1, 1),
+    "num_hidden_layers": 3,
+    "compress_ratios": (0, 2, 1),
     "kv_source_layer_ids": (1, 2),
     "index_source_layer_ids": (1, 2),
     "candidate_source_layer_id": None,
-    "engram_layer_ids": (1, 3),
+    "engram_layer_ids": (1, 2),
     "engram_num_embeddings": (1362, 1552),
 }
 OPTIONS = PrefillOptions(chunk_sizes=(16,))
@@ -306,8 +307,8 @@ def test_rows_that_are_not_given_are_missed(rows):
     settings = Settings.default(with_text(mini8_config(), **LAYOUT), engram_in_step=False)
     variables = {"constants": {"token_map": jnp.zeros((settings.text.vocab_size,), jnp.int32)}}
     seen = jnp.zeros((1, 1, settings.text.engram_max_ngram_size), jnp.int32)
-    with pytest.raises(ValueError, match=r"engram_rows: layers \[3\] are not given, and their tables are no param"):
-        Model(settings).apply(variables, (3,), seen, rows, method="engram_inputs")
+    with pytest.raises(ValueError, match=r"engram_rows: layers \[2\] are not given, and their tables are no param"):
+        Model(settings).apply(variables, (2,), seen, rows, method="engram_inputs")
 
 
 def test_settings_with_and_without_tables_differ():

@@ -22,18 +22,19 @@ from dsv41.steps.draft import seed_drafter
 from dsv41.steps.sampling import Sampler, create_sampler
 from dsv41.steps.verify import Verification, verify_step
 from tests.conftest import GOLDEN, PAGE_TOKENS
-from tests.helpers import SMALL_LAYOUT, assert_same_bytes, copied, owned, random_model, random_tokens
+from tests.helpers import SMALL_LAYOUT, TWO_LAYERS, assert_same_bytes, copied, owned, random_model, random_tokens
 
 # Every number of drafts with every number of accepted ones, each in a row of its own.
 CASES = tuple((k, a) for k in range(1, 6) for a in range(k + 1))
 FEW_CASES = ((1, 0), (3, 1), (2, 2), (5, 3), (4, 4), (5, 5))
 """Every number of accepted drafts, for a model whose steps take long."""
 BATCH, DRAFTS = len(CASES), 5
-LAYOUT = SMALL_LAYOUT | {
-    "num_nextn_predict_layers": 2,
-    "compress_ratios": (2, 2, 1, 1, 0, 0),
-    "dspark_target_layer_ids": (1, 2, 3),
-}
+LAYOUT = (
+    SMALL_LAYOUT
+    | TWO_LAYERS
+    | {"num_nextn_predict_layers": 2, "compress_ratios": (2, 1, 0, 0), "dspark_target_layer_ids": (0, 1)}
+)
+"""A tail, entries of both ratios, a pool, an Engram, taps: loops over layers are the forty-layer model's."""
 START, LAST = 7, 24
 """Positions at which blocks are verified: both parities, the ring's wrap at 16, page ends at 8, 16 and 24."""
 
