@@ -25,6 +25,13 @@ from tests.helpers import SLOTS, SMALL_LAYOUT, mini8_config, with_text
 OFFICIAL = Settings.default(load_config(GOLDEN.parents[2] / "configs" / "deepseek-v4.1-flash"))
 TEXT = OFFICIAL.text
 
+LOOP = SMALL_LAYOUT | {
+    "num_hidden_layers": 3,
+    "compress_ratios": (2, 2, 1),
+    "index_source_layer_ids": (0, 1, 2),
+}
+"""As encoder a loop of two Full layers, as decoder one with a candidate pool."""
+
 
 @pytest.mark.parametrize("pages", [1, 1000])
 def test_the_official_pool_takes_890_bytes_a_token(pages: int):
@@ -70,7 +77,7 @@ def test_a_decode_step_updates_the_pool_in_place():
     """A pool of a million pages goes in and comes out in one place, and no part of it is copied on the way."""
     # Index keys as wide as the official ones: XLA on CPU lays out mini8's one scale a key differently inside a loop,
     # and copies that leaf.
-    config = with_text(mini8_config(), **SMALL_LAYOUT, index_head_dim=TEXT.index_head_dim)
+    config = with_text(mini8_config(), **LOOP, index_head_dim=TEXT.index_head_dim)
     model = Model(Settings.default(config, page_tokens=PAGE_TOKENS))
     token_map = jax.ShapeDtypeStruct((model.settings.text.vocab_size,), jnp.int32)
     variables = {"params": abstract_variables(model), "constants": {"token_map": token_map}}

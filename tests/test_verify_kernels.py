@@ -20,7 +20,7 @@ from dsv41.verification.table import failed
 from pallas_kernels import backend
 from pallas_kernels.sparse_attention import xla
 from tests.conftest import GOLDEN
-from tests.helpers import SMALL_LAYOUT, mini8_config, with_text
+from tests.helpers import SMALL_LAYOUT, TWO_LAYERS, mini8_config, with_text
 
 OFFICIAL = pathlib.Path(__file__).parent.parent / "configs" / "deepseek-v4.1-flash"
 
@@ -75,7 +75,7 @@ def test_an_extent_fits_the_model():
 
 
 def test_a_wrong_kernel_is_seen(monkeypatch):
-    model = Model(Settings.default(with_text(mini8_config(), **SMALL_LAYOUT)))
+    model = Model(Settings.default(with_text(mini8_config(), **SMALL_LAYOUT | TWO_LAYERS)))
     text = model.settings.text
     ids = np.arange(text.vocab_size, dtype=np.int32) % np.int32(text.engram_compressed_vocab_size)
     variables = load_variables(model, RandomSource(model.settings.config, 0), ids)
