@@ -114,7 +114,7 @@ class TestSparseAttention(SparseAttentionTests):
         self.check(sparse_attention.case(FP8_E8M0, FP4_E4M3), FP8_E8M0, FP4_E4M3)
         self.check(sparse_attention.case() | {"pool": None, "page_table": None, "indices": None})
         self.test_every_query_has_its_reach(False)
-        self.test_the_same_reach_for_all_is_a_smaller_window(1)
+        self.test_the_same_reach_for_all_is_a_smaller_window()
 
     def test_tiled_gradients(self, monkeypatch):
         monkeypatch.setattr(tiling, "TEMPORARY_BYTES", 4000)

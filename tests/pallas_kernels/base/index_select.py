@@ -33,8 +33,8 @@ def case(
     visible = np.stack([np.sort(rng.integers(0, length + 1, queries)) for length in lengths]).astype(np.int32)
     visible[:, -1] = lengths
     return {
-        "queries": jnp.asarray(draw(batch, queries, heads, width), jnp.float32),
-        "weights": jnp.asarray(draw(batch, queries, heads), jnp.float32),
+        "queries": jnp.asarray(draw(batch, queries, heads, width).astype(np.float32)),
+        "weights": jnp.asarray(draw(batch, queries, heads).astype(np.float32)),
         "pool": pool,
         "page_table": table,
         "visible": jnp.asarray(visible),
@@ -85,7 +85,7 @@ class IndexSelectTests(OperationTests):
         np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5 * largest)
 
     def check_reselect(self, arrays: dict, fmt, block_ids, block_size: int, top_k: int) -> np.ndarray:
-        arrays = {**arrays, "block_ids": jnp.asarray(block_ids, jnp.int32)}
+        arrays = {**arrays, "block_ids": jnp.asarray(np.asarray(block_ids).astype(np.int32))}
         static = {"fmt": fmt, "block_size": block_size, "top_k": top_k}
         chosen, scores = self.run("index_reselect", arrays, **static)
         wanted = compiled(reference.index_reselect, arrays, **static)
@@ -166,7 +166,7 @@ class IndexSelectTests(OperationTests):
         first = np.random.default_rng(6).integers(0, visible + 1)
         first[0, -3:] = 0, visible[0, -2] - 1, visible[0, -1] - 1
         first[-1, -2:] = visible[-1, -2] + 3, -1
-        return jnp.asarray(first, jnp.int32)
+        return jnp.asarray(first.astype(np.int32))
 
     def test_entries_before_the_first_are_not_chosen(self):
         arrays = self.case()
@@ -188,13 +188,15 @@ class IndexSelectTests(OperationTests):
 
     def test_a_first_page_cut_off_is_a_pool_without_it(self):
         page = self.sizes.get("page_entries", 4)
-        arrays = self.case(lengths=(3 * page + 1, page + 2), capacity=4 * page)
-        arrays["visible"] = jnp.maximum(arrays["visible"], page)
-        whole = self.check(
-            arrays | {"first": jnp.full_like(arrays["visible"], page)}, FP4_E8M0, 8, BlockSelection(4, 3)
-        )
-        arrays |= {"page_table": arrays["page_table"][:, 1:], "visible": arrays["visible"] - page}
-        rest = self.check(arrays, FP4_E8M0, 8, BlockSelection(4, 3))
+        # In the shapes of other tests, whose programs are used again.
+        arrays = self.case(lengths=(3 * page + 1, page + 2), capacity=max(32, 4 * page))
+        visible, table = (np.asarray(arrays[name]) for name in ("visible", "page_table"))
+        visible = np.maximum(visible, page)
+        arrays["visible"] = jnp.asarray(visible)
+        whole = self.check(arrays | {"first": jnp.full_like(visible, page)}, FP4_E8M0, 4, BlockSelection(4, 3))
+        shifted = np.pad(table[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+        arrays |= {"page_table": jnp.asarray(shifted), "visible": jnp.asarray(visible - page)}
+        rest = self.check(arrays, FP4_E8M0, 4, BlockSelection(4, 3))
         for left, right, shift in ((whole.indices, rest.indices, page), (whole.blocks, rest.blocks, page // 4)):
             left, right = np.asarray(left), np.asarray(right)
             np.testing.assert_array_equal(left, np.where(right < 0, -1, right + shift))

@@ -39,13 +39,13 @@ def case(local_fmt=F32, pool_fmt=F32, queries=9, lengths=(10, 3), heads=2, width
     indices[:, 1:2] = -1
     indices[:, 2:3] = 2  # one entry, chosen seven times
     return {
-        "queries": jnp.asarray(rng.standard_normal((batch, queries, heads, width)), dtype),
+        "queries": jnp.asarray(rng.standard_normal((batch, queries, heads, width)).astype(jnp.dtype(dtype))),
         "local": local,
         "local_valid": jnp.asarray(valid),
         "pool": pool,
         "page_table": table,
-        "indices": jnp.asarray(indices, jnp.int32),
-        "sink": jnp.asarray(rng.standard_normal(heads), jnp.float32),
+        "indices": jnp.asarray(indices.astype(np.int32)),
+        "sink": jnp.asarray(rng.standard_normal(heads).astype(np.float32)),
     }
 
 
@@ -54,12 +54,12 @@ def reaches(arrays: dict) -> jax.Array:
     reach = np.random.default_rng(5).integers(0, WINDOW + 1, arrays["queries"].shape[:2])
     reach[0, :2] = 0, 1000
     reach[-1, :2] = WINDOW, -3
-    return jnp.asarray(reach, jnp.int32)
+    return jnp.asarray(reach.astype(np.int32))
 
 
 def gradients(function: Callable[[dict], jax.Array], arrays: dict) -> tuple[jax.Array, ...]:
     """Of a random weighting of the outputs, to queries, local and pool entries (plain floats) and sink."""
-    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(arrays["queries"].shape), jnp.float32)
+    cotangent = np.random.default_rng(1).standard_normal(arrays["queries"].shape).astype(np.float32)
 
     def loss(queries, local, pool, sink):
         changed = {"queries": queries, "local": Packed(local, None), "pool": Packed(pool, None), "sink": sink}
@@ -147,10 +147,10 @@ class SparseAttentionTests(OperationTests):
         arrays["local_valid"] = jnp.zeros_like(arrays["local_valid"])
         np.testing.assert_array_equal(cut[none], self.check(arrays, FP8_E8M0, FP4_E4M3)[none])
 
-    @pytest.mark.parametrize("reach", [1, WINDOW - 2])
-    def test_the_same_reach_for_all_is_a_smaller_window(self, reach: int):
+    def test_the_same_reach_for_all_is_a_smaller_window(self):
         if not self.supports_reach:
             pytest.skip("no reach on this back end")
+        reach = WINDOW - 2
         arrays = self.case() | {"pool": None, "page_table": None, "indices": None}
         reached = self.check(arrays | {"reach": jnp.full(arrays["queries"].shape[:2], reach, jnp.int32)})
         newest = lambda leaf: leaf[:, WINDOW - reach :]  # noqa: E731
