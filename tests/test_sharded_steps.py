@@ -19,7 +19,7 @@ from dsv41.sharding.mesh import parse_preset
 from dsv41.state.request import ModelState, create_state
 from dsv41.steps.decode import decode_step
 from dsv41.steps.prefill import exact_chunk
-from tests.helpers import assert_close, owned, poison_contents, random_model
+from tests.helpers import TWO_LAYERS, assert_close, owned, poison_contents, random_model
 
 # mini8 with as many heads, groups and experts as eight devices want, in a layout that is quick to compile.
 WIDE = {
@@ -35,7 +35,8 @@ WIDE = {
     "engram_layer_ids": (1,),
     "dspark_target_layer_ids": (),
 }
-SLOTS, TABLE_PAGES, CHUNK, STEPS = 8, 16, 32, 4
+SHORT = WIDE | TWO_LAYERS
+SLOTS, TABLE_PAGES, CHUNK, STEPS = 8, 16, 32, 2
 MESHES = (
     {"expert": 8},
     {"tensor": 8},
@@ -44,6 +45,10 @@ MESHES = (
     {"context": 2},
     {"data": 2, "context": 2, "tensor": 2},
 )
+# Meshes that compile a decode step too, each for an axis of its own; others take single tokens as short chunks.
+DECODING = MESHES[3], MESHES[5]
+# With the layer that selects anew among candidates.
+REINDEXING = MESHES[5:]
 # Live tokens of two chunks. The first one leaves open groups of two; those of the second begin and end in any column.
 COUNTS = ([CHUNK, 1, 7, 20, 31, 16, 2, 9], [5, CHUNK, 31, 18, 0, 17, CHUNK, 30])
 
@@ -65,6 +70,9 @@ def divided(model: Model, variables: dict) -> dict:
     return variables | {"params": jax.tree.map(put, variables["params"], abstract_variables(model))}
 
 
+_create = jax.jit(create_state, static_argnums=(0, 1, 2, 3))
+
+
 def fresh(model: Model) -> ModelState:
     """Every request holds its own pages, in an order of its own.
 
@@ -72,14 +80,16 @@ def fresh(model: Model) -> ModelState:
     """
     parallel = model.settings.parallel
     shards = parallel.parts("batch")
-    state = create_state(model.settings.whole, SLOTS, SLOTS * TABLE_PAGES, TABLE_PAGES)
+    state = _create(model.settings.whole, SLOTS, SLOTS * TABLE_PAGES, TABLE_PAGES)
     each = SLOTS // shards * TABLE_PAGES
     contexts = dict(parallel.axes).get("context", 1)
     table = np.empty((shards, SLOTS // shards, TABLE_PAGES), np.int32)
     for shard, context in np.ndindex(shards, contexts):
         pages = np.random.default_rng(shard).permutation(each // contexts) + context * each // contexts
         table[shard, :, context::contexts] = pages.reshape(-1, TABLE_PAGES // contexts)
-    return state.replace(page_table=jnp.asarray(table.reshape(SLOTS, TABLE_PAGES)))
+    state = state.replace(page_table=jnp.asarray(table.reshape(SLOTS, TABLE_PAGES)))
+    # Bound, where there is no mesh to place it on: a step would be compiled for it and once more for what it returns.
+    return jax.device_put(state, jax.local_devices()[0]) if parallel.mesh is None else state
 
 
 def requests_of(model: Model, state: ModelState) -> list[dict[str, np.ndarray]]:
@@ -91,14 +101,12 @@ def requests_of(model: Model, state: ModelState) -> list[dict[str, np.ndarray]]:
     return [owned(state, slot) for slot in range(SLOTS)]
 
 
-@functools.cache
-def rollout(model: Model, variables_of: tuple) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
-    """Two chunks of every request with some decode steps between, in each of which a request is inactive.
+def rollout(model: Model, variables: dict, decodes: bool) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
+    """Two chunks of every request with some single tokens between, in each of which a request is inactive.
 
     Returns:
       the logits, and what the requests own in the end.
     """
-    variables = dict(variables_of[0].value)
     state = fresh(model)
     if model.settings.parallel.mesh is not None:  # the one device that they are compared with never saw a NaN
         state = poison_contents(state)
@@ -108,55 +116,56 @@ def rollout(model: Model, variables_of: tuple) -> tuple[list[np.ndarray], list[d
     rows = np.tile(np.arange(SLOTS // shards, dtype=np.int32), shards)
     out: list[np.ndarray] = []
 
-    def chunk(state: ModelState, count: list[int]) -> ModelState:
-        batch = TokenBatch(rng.integers(0, vocab, (SLOTS, CHUNK)).astype(np.int32), np.array(count, np.int32))
+    def chunk(state: ModelState, tokens: np.ndarray, count: np.ndarray) -> ModelState:
+        batch = TokenBatch(tokens.astype(np.int32), count.astype(np.int32))
         state, logits, _ = exact_chunk(model, variables, state, rows, batch)
-        out.append(np.asarray(logits)[np.array(count) > 0])
+        out.append(np.asarray(logits)[count > 0])
         return state
 
-    state = chunk(state, COUNTS[0])
-    for i in range(STEPS):
-        active = np.arange(SLOTS) != i
-        state, logits = decode_step(model, variables, state, rng.integers(0, vocab, SLOTS).astype(np.int32), active)
+    def single(state: ModelState, tokens: np.ndarray, active: np.ndarray) -> ModelState:
+        if not decodes:
+            return chunk(state, np.pad(tokens[:, None], [(0, 0), (0, CHUNK - 1)]), active)
+        state, logits = decode_step(model, variables, state, tokens.astype(np.int32), active)
         out.append(np.asarray(logits)[active])
-    state = chunk(state, COUNTS[1])
+        return state
+
+    state = chunk(state, rng.integers(0, vocab, (SLOTS, CHUNK)), np.array(COUNTS[0]))
+    for i in range(STEPS):
+        state = single(state, rng.integers(0, vocab, SLOTS), np.arange(SLOTS) != i)
+    state = chunk(state, rng.integers(0, vocab, (SLOTS, CHUNK)), np.array(COUNTS[1]))
     return out, requests_of(model, state)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Held:
-    """A tree as an argument of a cached function."""
-
-    value: dict
-
-
-@pytest.fixture(scope="module")
-def wide() -> tuple[Model, dict]:
-    return random_model(False, **WIDE)
+@functools.cache
+def alone(reindexing: bool) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
+    """The rollout on one device."""
+    model, variables = wide(reindexing)
+    return rollout(model, variables, decodes=False)
 
 
-@pytest.fixture(scope="module")
-def single(wide) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]]]:
-    model, variables = wide
-    return rollout(model, (Held(variables),))
+def wide(reindexing: bool) -> tuple[Model, dict]:
+    return random_model(False, **(WIDE if reindexing else SHORT))
 
 
-def same_as(single: tuple, model: Model, variables: dict):
-    logits, requests = rollout(model, (Held(divided(model, variables)),))
-    for ours, wanted in zip(logits, single[0], strict=True):
+def assert_same(axes: dict[str, int], dispatch: str, decodes: bool):
+    """The rollout on a mesh is that of one device."""
+    reindexing = axes in REINDEXING
+    model, variables = wide(reindexing)
+    model = meshed(model, axes, dispatch)
+    logits, requests = rollout(model, divided(model, variables), decodes)
+    wanted_logits, wanted_requests = alone(reindexing)
+    for ours, wanted in zip(logits, wanted_logits, strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-4)
         np.testing.assert_array_equal(ours.argmax(-1), wanted.argmax(-1))
-    for ours, wanted in zip(requests, single[1], strict=True):
+    for ours, wanted in zip(requests, wanted_requests, strict=True):
         assert_close(ours, wanted)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=lambda axes: "-".join(f"{a}{n}" for a, n in axes.items()))
-def test_a_mesh_gives_the_logits_of_one_device(wide, single, axes):
-    model, variables = wide
-    same_as(single, meshed(model, axes), variables)
+def test_a_mesh_gives_the_logits_of_one_device(axes):
+    assert_same(axes, "auto", axes in DECODING)
 
 
-def test_exchanging_rows_gives_the_logits_of_one_device(wide, single):
+def test_exchanging_rows_gives_the_logits_of_one_device():
     """These batches are so small that rows are gathered unless the mesh says otherwise."""
-    model, variables = wide
-    same_as(single, meshed(model, {"expert": 8}, "exchange"), variables)
+    assert_same({"expert": 8}, "exchange", decodes=True)
