@@ -15,7 +15,7 @@ from tests.helpers import random_model
 from tests.test_sharded_steps import WIDE, divided, meshed
 
 # With the kind of layer that only attends to what another has chosen.
-REUSING = WIDE | {"num_hidden_layers": 4, "compress_ratios": (2, 1, 1, 1)}
+REUSING = WIDE | {"index_source_layer_ids": (0, 1)}
 
 OPTIONS = EngineOptions(max_batch=4, max_length=96, prefill=PrefillOptions(chunk_sizes=(32,)))
 
