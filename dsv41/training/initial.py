@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import zlib
 from collections.abc import Callable
@@ -38,12 +39,14 @@ def initial_parameters(model: Model | Drafter, seed: int) -> ParameterTree:
     declared = flatten_tree(declared_variables(model))
     wanted = flatten_tree(abstract_variables(model))
 
-    def fill(path: Path) -> jax.Array:
+    def fill(path: Path) -> jax.Array | np.ndarray:
         boxed: meta.AxisMetadata = declared[path]
         shape, where = boxed.value.shape, wanted[path]
         padding = tuple((0, new - old) for old, new in zip(shape, where.shape, strict=True))
-        rank = len(shape) - sum(name == "layers" for name in boxed.names)
-        how = _Drawn(_kind(path[-1], rank), shape, padding, text.initializer_range, text.hc_mult, seed)
+        kind = _kind(path[-1], len(shape) - sum(name == "layers" for name in boxed.names))
+        if kind is not _Kind.NORMAL:
+            return _placed(np.pad(_constant(kind, shape, text.hc_mult), padding), where.sharding)
+        how = _Drawn(shape, padding, text.initializer_range, seed)
         return _program(how, where.sharding)(np.uint32(zlib.crc32("/".join(path).encode())))
 
     leaves = {path: fill(path) for path in declared}
@@ -52,44 +55,49 @@ def initial_parameters(model: Model | Drafter, seed: int) -> ParameterTree:
     return unflatten_tree(leaves)
 
 
+class _Kind(enum.Enum):
+    NORMAL = enum.auto()
+    ZEROS = enum.auto()
+    ONES = enum.auto()
+    HC_SCALE = enum.auto()
+    HC_BASE = enum.auto()
+
+
+def _kind(name: str, rank: int) -> _Kind:
+    if name.startswith("hc_"):
+        return {"scale": _Kind.HC_SCALE, "base": _Kind.HC_BASE}.get(name.rpartition("_")[2], _Kind.NORMAL)
+    if name in ("q_weight", "k_weight") or (rank == 1 and name == "weight"):
+        return _Kind.ONES
+    return _Kind.ZEROS if rank == 1 else _Kind.NORMAL  # sinks and routers' biases
+
+
+def _constant(kind: _Kind, shape: tuple[int, ...], copies: int) -> np.ndarray:
+    """Of the host: they are vectors, and a program for each shape of them would have to be compiled."""
+    if kind is _Kind.HC_BASE:
+        comb = _HC_DIAGONAL * np.eye(copies, dtype=np.float32).ravel()
+        read = np.full(copies, -np.log(copies - 1) if copies > 1 else _HC_DIAGONAL, np.float32)
+        return np.broadcast_to(np.concatenate([read, np.zeros(copies, np.float32), comb]), shape)
+    value = {_Kind.ZEROS: 0, _Kind.ONES: 1, _Kind.HC_SCALE: _HC_SCALE}[kind]
+    return np.full(shape, value, np.float32)
+
+
+def _placed(value: np.ndarray, where: Sharding | None) -> jax.Array | np.ndarray:
+    return value if where is None else jax.make_array_from_callback(value.shape, where, lambda index: value[index])
+
+
 class _Drawn(NamedTuple):
     """What a parameter's program depends on besides its number; parameters that are alike share one."""
 
-    kind: str
     shape: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
     spread: float
-    copies: int
     seed: int
-
-
-def _kind(name: str, rank: int) -> str:
-    if name.startswith("hc_") and name.endswith(("_scale", "_base")):
-        return name.rpartition("_")[2]
-    if name.startswith("hc_"):
-        return "normal"
-    if name in ("q_weight", "k_weight") or (rank == 1 and name == "weight"):
-        return "ones"
-    return "zeros" if rank == 1 else "normal"  # sinks and routers' biases
 
 
 @functools.lru_cache(maxsize=256)
 def _program(how: _Drawn, where: Sharding | None) -> Callable[[np.uint32], jax.Array]:
     def make(number: jax.Array) -> jax.Array:
-        return jnp.pad(_values(how, jax.random.fold_in(jax.random.key(how.seed), number)), how.padding)
+        key = jax.random.fold_in(jax.random.key(how.seed), number)
+        return jnp.pad(how.spread * jax.random.normal(key, how.shape, jnp.float32), how.padding)
 
     return jax.jit(make, out_shardings=where)
-
-
-def _values(how: _Drawn, key: jax.Array) -> jax.Array:
-    shape, copies = how.shape, how.copies
-    if how.kind == "scale":
-        return jnp.full(shape, _HC_SCALE, jnp.float32)
-    if how.kind == "base":
-        comb = _HC_DIAGONAL * np.eye(copies, dtype=np.float32).ravel()
-        read = np.full(copies, -np.log(copies - 1) if copies > 1 else _HC_DIAGONAL, np.float32)
-        base = np.concatenate([read, np.zeros(copies, np.float32), comb])
-        return jnp.broadcast_to(jnp.asarray(base), shape)
-    if how.kind == "normal":
-        return how.spread * jax.random.normal(key, shape, jnp.float32)
-    return jnp.full(shape, how.kind == "ones", jnp.float32)
