@@ -35,17 +35,22 @@ from dsv41.training.draft_step import draft_train_step
 from dsv41.training.fit import check_blocks
 from dsv41.training.metrics import read_metrics
 from dsv41.training.step import train_step
-from tests.helpers import TWO_LAYERS, mini8_config, with_text
+from tests.helpers import mini8_config, with_text
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS, SAVE_EVERY = 8, 2
 WORDS = "in the beginning was a word and light of many waters upon that day it were so"
 
-# With a drafter of one stage.
-LAYOUT = TWO_LAYERS | {
+# One layer: with an Engram, entries and a candidate pool of its own. A drafter of one stage.
+LAYOUT = {
+    "num_hidden_layers": 1,
     "num_nextn_predict_layers": 1,
-    "compress_ratios": (2, 1, 0),
-    "dspark_target_layer_ids": (1,),
+    "compress_ratios": (1, 0),
+    "kv_source_layer_ids": (0,),
+    "index_source_layer_ids": (0,),
+    "candidate_source_layer_id": 0,
+    "engram_layer_ids": (0,),
+    "dspark_target_layer_ids": (0,),
 }
 
 RUN = """
