@@ -35,11 +35,14 @@ from tests.conftest import GOLDEN
 from tests.helpers import SMALL_LAYOUT, random_tokens, with_text
 from tests.test_sharded_steps import WIDE, meshed
 
+# A loop of two Full layers and one with a candidate pool, and a drafter.
 LAYOUT = SMALL_LAYOUT | {
+    "num_hidden_layers": 3,
     "num_nextn_predict_layers": 1,
-    "compress_ratios": (2, 2, 1, 1, 0),
+    "compress_ratios": (2, 2, 1, 0),
+    "index_source_layer_ids": (0, 1, 2),
     "engram_layer_ids": (0,),
-    "dspark_target_layer_ids": (3,),
+    "dspark_target_layer_ids": (2,),
 }
 LENGTH = 48
 
@@ -58,7 +61,11 @@ def training(config: ModelConfig) -> Settings:
 def trained(params: ParameterTree) -> ParameterTree:
     """Masters between the values that formats have."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(x * (1 + 0.1 * rng.normal(size=x.shape)), jnp.float32), masters(params))
+
+    def moved(x: jax.Array) -> jax.Array:
+        return jnp.asarray(np.asarray(x) * (1 + 0.1 * rng.normal(size=x.shape)), jnp.float32)
+
+    return jax.tree.map(moved, masters(params))
 
 
 @dataclasses.dataclass
