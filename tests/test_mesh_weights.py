@@ -19,17 +19,17 @@ from dsv41.loading import checkpoint_variables, load_drafter, random_variables
 from dsv41.model import Model
 from dsv41.settings import Settings
 from tests.conftest import GOLDEN, PAGE_TOKENS
-from tests.helpers import SMALL_LAYOUT, with_text
+from tests.helpers import SMALL_LAYOUT, TWO_LAYERS, with_text
 from tests.test_sharded_steps import meshed
 
 AXES = {"expert": 4, "tensor": 2}
-TABLE = ("engram_table_1", "weight")
+TABLE = ("engram_table_0", "weight")
 
 
 @pytest.fixture(scope="module")
 def small() -> Model:
     """A small model with packed weights, on one device."""
-    config = with_text(load_config(GOLDEN / "mini8" / "fp8"), **SMALL_LAYOUT)
+    config = with_text(load_config(GOLDEN / "mini8" / "fp8"), **SMALL_LAYOUT | TWO_LAYERS)
     return Model(Settings.default(config, page_tokens=PAGE_TOKENS))
 
 
@@ -89,10 +89,10 @@ def test_a_checkpoint_and_its_drafter_load_onto_a_mesh():
 
 def test_only_tables_may_be_longer_than_their_tensors(small):
     model = meshed(small, AXES)
-    assert {path[0] for path in padded_leaves(model)} == {"engram_table_1"}
+    assert {path[0] for path in padded_leaves(model)} == {"engram_table_0"}
     leaves = flatten_tree(abstract_variables(model))
     source, config = RandomSource(small.settings.config, 3), small.settings.config
-    with pytest.raises(CheckpointError, match=r"engram_table_1/weight: target \[\d+, 32\], configuration"):
+    with pytest.raises(CheckpointError, match=r"engram_table_0/weight: target \[\d+, 32\], configuration"):
         load_checkpoint(source, config, {TABLE[0]: {"weight": leaves[TABLE], "scale": leaves[TABLE[0], "scale"]}})
 
     def longer(path: tuple[str, ...], by: tuple[int, int]) -> dict:
@@ -130,12 +130,12 @@ def test_parts_are_drawn_on_their_devices(small):
 
 
 def test_orbax_files_go_from_mesh_to_mesh(small, weights, tmp_path):
-    """8 → 2 × 4 → 1, and to 5 with other padding: equal to the bit."""
-    eight, two_by_four = meshed(small, {"expert": 8}), meshed(small, {"data": 2, "expert": 4})
-    save_variables(tmp_path / "eight", eight, random_variables(eight, 3, None))
-    restored = restore_variables(tmp_path / "eight", two_by_four)
-    assert_slices(restored, weights, two_by_four)
-    save_variables(tmp_path / "two", two_by_four, restored)
+    """4 → 2 × 2 → 1, and to 5 with other padding: equal to the bit."""
+    four, two_by_two = meshed(small, {"expert": 4}), meshed(small, {"data": 2, "expert": 2})
+    save_variables(tmp_path / "four", four, random_variables(four, 3, None))
+    restored = restore_variables(tmp_path / "four", two_by_two)
+    assert_slices(restored, weights, two_by_two)
+    save_variables(tmp_path / "two", two_by_two, restored)
     single = flatten_tree(restore_variables(tmp_path / "two", small))
     for path, leaf in flatten_tree(weights).items():
         assert (single[path].shape, single[path].dtype) == (leaf.shape, leaf.dtype)
@@ -165,7 +165,7 @@ def test_orbax_files_of_another_model_are_refused(small, weights, tmp_path):
         restore_variables(tmp_path / "saved", plain)
     more = with_text(small.settings.config, engram_vocab_size=220, engram_num_embeddings=(1392,))
     with pytest.raises(
-        CheckpointError, match=r"engram_table_1/weight: float8_e4m3fn \[1362, 32\], the model has .*1392"
+        CheckpointError, match=r"engram_table_0/weight: float8_e4m3fn \[1362, 32\], the model has .*1392"
     ):
         restore_variables(tmp_path / "saved", meshed(Model(Settings.default(more, page_tokens=PAGE_TOKENS)), AXES))
     less = {**weights, "params": {k: v for k, v in weights["params"].items() if k != "embed"}}
