@@ -138,7 +138,7 @@ def test_what_stands_in_padding_changes_nothing():
     assert_close(sevens[1], zeros[1], 0.0)
     # Nothing is counted where there is nothing else.
     nothing, gradient = gradient_of(recipe(model_of()), packed([], 7))
-    assert not any(np.any(x) for x in (*jax.tree.leaves(nothing), *gradient.values()))
+    assert not any(np.asarray(x).any() for x in (*jax.tree.leaves(nothing), *gradient.values()))
 
 
 def hidden(batch: TrainBatch, cut: int = LENGTH) -> np.ndarray:
@@ -248,7 +248,7 @@ def test_recomputed_micro_batches_of_unequal_lengths_are_one_batch():
     before, after = flatten_tree(variables()["params"]), flatten_tree(state.params)
     for path, g in gradient.items():
         if "bias" not in path[-1]:
-            moved = before[path] - 0.1 * g
+            moved = np.asarray(before[path]) - np.float32(0.1) * g
             np.testing.assert_allclose(after[path], moved, rtol=1e-6, atol=1e-8, err_msg="/".join(path))
 
 
@@ -260,7 +260,7 @@ def test_distillation_trains_indexers_alone():
     indexers = [path for path in ours if "indexer" in path]
     assert len(indexers) > 2 * model_of().settings.text.num_hidden_layers
     for path in indexers:
-        assert not np.any(without[path]), path
+        assert not np.asarray(without[path]).any(), path
         assert np.linalg.norm(ours[path]) > 0, path
 
 
@@ -286,7 +286,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_tensor():
     assert paths[int(metrics["bad"])] == min(p for p in paths if p[-1] not in ("bias", "bias_vl"))
     for path, x in flatten_tree(after.params).items():
         np.testing.assert_array_equal(x, before[path], err_msg="/".join(path))
-    assert not any(np.any(x) for x in jax.tree.leaves(after.optimizer))
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(after.optimizer))
 
 
 def test_devices_change_no_gradient():
