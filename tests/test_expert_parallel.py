@@ -52,7 +52,6 @@ class Case:
 CASES = {
     "6 experts on 2, more choices than devices": Case((("expert", 2),), 6, 3),
     "6 experts on 3": Case((("expert", 3),), 6, 2),
-    "8 experts on 4": Case((("expert", 4),), 8, 2),
     "12 experts on 4, beside tensor": Case((("expert", 4), ("tensor", 2)), 12, 6),
     "12 experts on 2 of data and 3 of expert": Case((("data", 2), ("expert", 3)), 12, 2, "all"),
     "rows divided over the outer of two axes": Case((("data", 2), ("expert", 2)), 8, 3, "outer"),
