@@ -31,7 +31,7 @@ def gradients(golden: Golden, variables: Mapping, preset: str) -> tuple[float, d
     """Loss, and gradients by the path of the parameter, of the golden's tokens under a policy preset.
 
     Layers are recomputed in the backward pass as in training, where every gradient is held to a limit ("off"); with
-    rounding they are not, a quarter less to compile.
+    rounding they are not, a fifth less to compile.
     """
     remat = "choices" if preset == "off" else "nothing"
     model = Model(Settings.for_training(golden.config, RoundingPolicy.preset(preset), remat))

@@ -34,7 +34,7 @@ class TopKTests(OperationTests):
         np.testing.assert_array_equal(np.asarray(values), expected_values)
         assert indices.dtype == jnp.int32
 
-    @pytest.mark.parametrize("k", [1, 20, 33])
+    @pytest.mark.parametrize("k", [1, 7, 33])
     @hypothesis.given(
         hnp.arrays(np.float32, (3, 20), elements=st.sampled_from([0.0, -0.0, 1.0, -1.0, -np.inf, np.inf, 3e38, 1e-30]))
     )
