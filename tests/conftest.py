@@ -37,7 +37,7 @@ ROUNDING_ALIKE: dict[str, bool] = {}
 if jax.__version_info__ < (0, 11):
     _FAST_COMPILING += " --xla_cpu_use_fusion_emitters=false"
     ROUNDING_ALIKE["xla_cpu_use_fusion_emitters"] = True
-if not pathlib.Path("/dev/nvidiactl").exists():
+if os.environ.get("JAX_PLATFORMS") == "cpu" or not pathlib.Path("/dev/nvidiactl").exists():
     # The last of two equal flags holds: what the environment says.
     os.environ["XLA_FLAGS"] = f"{_DEVICES} {_FAST_COMPILING} {os.environ.get('XLA_FLAGS', '')}"
 os.environ.setdefault(
