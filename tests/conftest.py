@@ -35,7 +35,8 @@ _DEVICES = "--xla_force_host_platform_device_count=8"
 _FAST_COMPILING = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 ROUNDING_ALIKE: dict[str, bool] = {}
 if jax.__version_info__ < (0, 11):
-    _FAST_COMPILING += " --xla_cpu_use_fusion_emitters=false"
+    # Programs are not cut for several threads: the other process has work for the other core.
+    _FAST_COMPILING += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     ROUNDING_ALIKE["xla_cpu_use_fusion_emitters"] = True
 if os.environ.get("JAX_PLATFORMS") == "cpu" or not pathlib.Path("/dev/nvidiactl").exists():
     # The last of two equal flags holds: what the environment says.
