@@ -87,6 +87,23 @@ def test_a_wrong_gradient_of_the_backbone_fails_its_row(monkeypatch, how, parame
     assert found(gradients.compare_gradients(golden, {})) == rows | {"loss, relative"}
 
 
+def test_with_many_layers_limits_are_wider_and_rounding_is_reported(monkeypatch):
+    golden = Golden(GOLDEN / "mini8" / "f32", checkpoint=GOLDEN / "mini8" / "fp8")
+    made = {"off": MadeUp(golden, "expected_grad", ""), "cache": MadeUp(golden, "expected_grad", "quant.")}
+    monkeypatch.setattr(gradients, "gradients", lambda *arguments: (made[arguments[-1]].loss, made[arguments[-1]].tree))
+    parameter = "layers.3.attn.wq_b.weight"
+    made["off"].of(parameter)[...] *= 1.0005
+    made["cache"].loss *= 1.001
+    spoil(made["cache"], "scaled", parameter)
+    assert found(gradients.compare_gradients(golden, {})) == {NORMS, "loss, relative"}
+    monkeypatch.setattr(gradients, "SHALLOW_LAYERS", 7)
+    assert not failed(gradients.compare_gradients(golden, {}))
+    made["off"].of(parameter)[...] *= 1.001
+    assert found(gradients.compare_gradients(golden, {})) == {NORMS}
+    spoil(made["cache"], "there", "layers.2.attn.indexer.wk.weight")
+    assert found(gradients.compare_gradients(golden, {})) == {NORMS, NO_PATH}
+
+
 @pytest.mark.parametrize(
     ("how", "parameter", "rows"),
     [

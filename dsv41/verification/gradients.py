@@ -19,10 +19,16 @@ from dsv41.training.losses import LossConfig
 from dsv41.training.step import Counts, Recipe, loss_and_gradient
 from dsv41.training.update import Update, masters
 from dsv41.verification.golden import Golden
+from dsv41.verification.limits import SHALLOW_LAYERS
 from dsv41.verification.table import Row, at_most, largest, relative_rms, reported
 
 GRADIENT_LIMIT = 1e-4
 """Relative, of a norm or of a whole gradient, rounding off. With rounding on a flipped value is a true difference."""
+
+DEEP_LIMIT = 1e-3
+"""The same with more than :data:`~dsv41.verification.limits.SHALLOW_LAYERS` layers: float32's own noise grows on the
+way down, most where Engram's gates are steep. With rounding on early flips decide them all there.
+"""
 
 _loss_and_gradient = jax.jit(loss_and_gradient, static_argnums=0)
 
@@ -58,6 +64,7 @@ def compare_gradients(golden: Golden, variables: Mapping) -> list[Row]:
 def _compare(golden: Golden, prefix: str, loss: float, ours: Mapping[tuple[str, ...], np.ndarray]) -> list[Row]:
     checks = json.loads((golden.directory / "expected_grad.json").read_text())["checks"]
     group, is_exact = ("gradients, rounding on", False) if prefix else ("gradients, rounding off", True)
+    is_shallow = golden.config.text.num_hidden_layers <= SHALLOW_LAYERS
     norms = {name: norm for name, norm in checks[f"{prefix}grad_norm"].items() if _is_text(name)}
     errors, without = {}, []
     for name, norm in norms.items():
@@ -74,20 +81,27 @@ def _compare(golden: Golden, prefix: str, loss: float, ours: Mapping[tuple[str, 
             name = key.removeprefix(f"{prefix}grad.")
             mine = _tensor(golden, ours, name.removesuffix(".rows"))
             whole[name] = relative_rms(mine[ids] if name.endswith(".rows") else mine, theirs)
+    limit = GRADIENT_LIMIT if is_exact or is_shallow else None
     rows = [
-        at_most(group, "loss", "relative", abs(loss / checks[f"{prefix}loss"] - 1), GRADIENT_LIMIT),
+        _near(group, "loss", "relative", abs(loss / checks[f"{prefix}loss"] - 1), limit),
         at_most(group, "parameters without a path", "norm", np.max(without, initial=0.0), 0.0, f"{len(without)}"),
     ]
-    for what, measured in (("norms", errors), ("whole", whole)):
+    furthest = (GRADIENT_LIMIT if is_shallow else DEEP_LIMIT) if is_exact else None
+    for what, measured in (("gradients, norms", errors), ("gradients, whole", whole)):
         worst, error = largest(measured)
         note = f"{len(measured)}; largest: {worst}"
-        if is_exact:
-            rows.append(at_most(group, f"gradients, {what}", "largest relative", error, GRADIENT_LIMIT, note))
-        else:
-            rows.append(reported(group, f"gradients, {what}", "largest relative", error, note))
-        median = float(np.median(list(measured.values())))
-        rows.append(at_most(group, f"gradients, {what}", "median relative", median, GRADIENT_LIMIT))
+        rows.append(_near(group, what, "largest relative", error, furthest, note))
+        rows.append(_near(group, what, "median relative", float(np.median(list(measured.values()))), limit))
     return rows
+
+
+def _near(group: str, name: str, measure: str, error: float, limit: float | None, note: str = "") -> Row:
+    """A row that is held to a limit; without one it is only reported."""
+    return (
+        reported(group, name, measure, error, note)
+        if limit is None
+        else at_most(group, name, measure, error, limit, note)
+    )
 
 
 def _is_text(name: str) -> bool:
