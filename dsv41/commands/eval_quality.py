@@ -111,19 +111,8 @@ class _Study:
         model = Model(Settings.default(self.config))
         return Subject(model, checkpoint_variables(model, self.args.checkpoint, self.tokenizer))
 
-    def trained(self, directory: pathlib.Path) -> Subject:
-        """A packed checkpoint in the pass of training, with every rounding on."""
-        from dsv41.config import load_config
-        from dsv41.evaluation.quality import Subject
-        from dsv41.loading import checkpoint_variables
-        from dsv41.model import Model
-        from dsv41.numerics.rounding import RoundingPolicy
-        from dsv41.settings import Settings
-
-        model = Model(Settings.for_training(load_config(directory), RoundingPolicy.preset("full")))
-        return Subject(model, checkpoint_variables(model, directory, self.tokenizer))
-
-    def plain(self, directory: pathlib.Path) -> Subject:
+    def trained(self, directory: pathlib.Path, preset: str = "full") -> Subject:
+        """A checkpoint in the pass of training, under a rounding policy."""
         from dsv41.config import load_config
         from dsv41.evaluation.quality import Subject
         from dsv41.loading import checkpoint_variables, model_tokenizer
@@ -132,10 +121,15 @@ class _Study:
         from dsv41.settings import Settings
 
         config = load_config(directory)
-        if config.quantization is not None:
-            raise OptionError(f"--plain: {directory} has quantised weights")
-        model = Model(Settings.for_training(config, RoundingPolicy.preset("off")))
+        model = Model(Settings.for_training(config, RoundingPolicy.preset(preset)))
         return Subject(model, checkpoint_variables(model, directory, model_tokenizer(config, directory)))
+
+    def plain(self, directory: pathlib.Path) -> Subject:
+        from dsv41.config import load_config
+
+        if load_config(directory).quantization is not None:
+            raise OptionError(f"--plain: {directory} has quantised weights")
+        return self.trained(directory, "off")
 
     @functools.cached_property
     def documents(self) -> tuple[Sequence[str], Sequence[str]]:
@@ -248,8 +242,6 @@ def _needle(study: _Study) -> list[Row]:
 def _reindexing(study: _Study) -> list[Row]:
     from dsv41.evaluation.quality import reindexing
 
-    if study.args.reindexed is None:
-        raise OptionError("--question reindexing: needs --reindexed")
     return reindexing(study.trained(study.args.checkpoint), study.trained(study.args.reindexed), study.short_texts)
 
 
@@ -360,6 +352,8 @@ def run(args: argparse.Namespace) -> int:
     questions = args.question or _questions(args)
     if args.text is not None and "baseline" in questions:
         raise OptionError("--question baseline: --text has no training texts; it needs --corpus")
+    if args.reindexed is None and "reindexing" in questions:
+        raise OptionError("--question reindexing: needs --reindexed")
     for name in questions:
         results[name] = QUESTIONS[name].ask(study)
         _print(QUESTIONS[name], results[name])
