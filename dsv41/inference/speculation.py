@@ -85,14 +85,14 @@ class Speculation:
         # What the last step read at the target layers, not yet in the rings; all widths padded to one.
         taps = (len(text.dspark_target_layer_ids), batch, self._widths[-1], text.hidden_size)
         ring = create_ring(model.settings.whole, text.num_nextn_predict_layers, batch)
-        taps, start = jnp.zeros(taps, model.settings.dtype), jnp.zeros((batch,), jnp.int32)
+        taps = jnp.zeros(taps, model.settings.dtype)
         # Steps without drafts: bound to the device, as drafts are, or those steps would be compiled anew.
         nothing = jnp.zeros((batch, self._widths[-1] - 1), jnp.int32)
         no_distribution = jnp.zeros((batch, 0, text.vocab_size), jnp.float32)
-        parts = (ring, taps, start, nothing, no_distribution)
+        parts = (ring, taps, nothing, no_distribution)
         if model.settings.parallel.mesh is None:  # steps put them on a mesh by themselves
             parts = jax.device_put(parts, next(iter(variables["constants"]["token_map"].devices())))
-        self._ring, self._taps, self._start, self._no_drafts, self._no_probabilities = parts
+        self._ring, self._taps, self._no_drafts, self._no_probabilities = parts
         self._count = np.zeros(batch, np.int32)
 
     def open(self, cleared: np.ndarray) -> None:
@@ -124,7 +124,7 @@ class Speculation:
                 if self._drafter is not None and width > 1:
                     drafts, draft_seconds = self._draft(state, sampler, active)
                 elif self._drafter is not None:
-                    self._feed()
+                    self._feed(state)
                 begin = time.perf_counter()
                 state, sampler, _, _ = self._verify(state, sampler, pending, drafts, depth, width, active)
                 if timed:
@@ -153,7 +153,7 @@ class Speculation:
             plan = self._scheduler.choose(np.asarray(drafts.confidence), active, caps)
         else:
             if self._drafter is not None:
-                self._feed()
+                self._feed(state)
             plan = self._scheduler.plain(active)
         begin = time.perf_counter()
         state, sampler, tokens, accepted = self._verify(state, sampler, pending, drafts, plan.depth, plan.width, active)
@@ -167,8 +167,6 @@ class Speculation:
     def _draft(self, state: ModelState, sampler: Sampler, active: np.ndarray) -> tuple[Drafts, float]:
         begin = time.perf_counter()
         drafter, variables = self._module()
-        # Where the last step of each request began, or, right after a prompt, where the prompt ends.
-        start = state.length - self._count
         self._ring, drafts = draft_step(
             self._model,
             drafter,
@@ -177,7 +175,7 @@ class Speculation:
             variables,
             self._ring,
             self._taps,
-            start,
+            self._begun(state),
             self._count.copy(),
             sampler,
             active.copy(),
@@ -186,10 +184,14 @@ class Speculation:
         drafts.confidence.block_until_ready()
         return drafts, time.perf_counter() - begin
 
-    def _feed(self) -> None:
+    def _begun(self, state: ModelState) -> jax.Array:
+        """Where the last step of each request began, or, right after a prompt, where the prompt ends."""
+        return state.length - self._count
+
+    def _feed(self, state: ModelState) -> None:
         """Takes in the last step's positions without drafting: a later draft must not find a gap."""
         rows = local_rows(self._model.settings.parallel, len(self._count))
-        self._ring = seed_drafter(*self._module(), self._ring, rows, self._taps, self._start, self._count.copy())
+        self._ring = seed_drafter(*self._module(), self._ring, rows, self._taps, self._begun(state), self._count.copy())
         self._count[:] = 0
 
     def _verify(
@@ -225,5 +227,5 @@ class Speculation:
         if self._drafter is not None:
             missing = self._widths[-1] - width
             self._taps = jnp.pad(outcome.taps, ((0, 0), (0, 0), (0, missing), (0, 0))) if missing else outcome.taps
-            self._start, self._count = outcome.start, np.array(outcome.consumed)
+            self._count = np.array(outcome.consumed)
         return state, sampler, np.asarray(outcome.tokens), np.asarray(outcome.accepted)
