@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.core import meta
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dsv41.checkpoint.placement import ParameterTree, Path, flatten_tree, unflatten_tree
 from dsv41.layers.dspark import Drafter
-from dsv41.model import Model, TokenBatch
+from dsv41.model import Model
 from dsv41.numerics.rounding import RoundingPolicy
 from dsv41.settings import Settings
 from dsv41.sharding.parallel import Parallel
 from dsv41.sharding.rules import PADDED
-from dsv41.state.request import create_state
-from dsv41.state.ring import create_ring
-from pallas_kernels import backend
 
 
 def declared_variables(model: Model | Drafter) -> ParameterTree:
@@ -40,20 +35,7 @@ def declared_variables(model: Model | Drafter) -> ParameterTree:
 
 @functools.lru_cache(maxsize=32)
 def _declared(model: Model | Drafter) -> ParameterTree:
-    with backend.use("xla"):  # shapes do not depend on it, and kernels take longer to trace
-        return jax.eval_shape(
-            functools.partial(model.init, method="declare_all"), jax.random.key(0), *_arguments(model)
-        )["params"]
-
-
-def _arguments(model: Model | Drafter) -> tuple[Any, ...]:
-    settings, text = model.settings, model.settings.text
-    if isinstance(model, Drafter):
-        taps = jax.ShapeDtypeStruct((len(text.dspark_target_layer_ids), 1, 1, text.hidden_size), settings.dtype)
-        block = jax.ShapeDtypeStruct((1, text.dspark_block_size, text.hidden_size), settings.dtype)
-        return taps, block, jax.eval_shape(lambda: create_ring(settings, text.num_nextn_predict_layers, 1))
-    state = jax.eval_shape(functools.partial(create_state, settings, batch=1, pages=1, table_pages=1))
-    return state, TokenBatch(jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
+    return jax.eval_shape(functools.partial(model.init, method="declare_all"), jax.random.key(0))["params"]
 
 
 def abstract_variables(model: Model | Drafter) -> ParameterTree:

@@ -27,7 +27,7 @@ from flax import struct
 
 from dsv41.layers.engram import Engram, EngramInputs, EngramRows, TableParameter
 from dsv41.layers.flow import Flow, ForcedSelection, Step
-from dsv41.layers.linear import RMSNorm, WideLinear, declare
+from dsv41.layers.linear import RMSNorm, WideLinear, declare, declare_parts
 from dsv41.layers.mhc import first_mix, mix_streams
 from dsv41.layers.stack import Stack, StackOutputs, concatenate, join_outputs
 from dsv41.numerics.ngram_hash import BLOCKED, hash_ids, lookback, ngram_hash
@@ -37,7 +37,7 @@ from dsv41.sharding.context import page_tables
 from dsv41.sharding.split import Split
 from dsv41.state.request import EncoderDelta, ModelState, Segment
 from dsv41.state.ring import Ring, entries_at
-from pallas_kernels.formats import FP8_E8M0, Packed
+from pallas_kernels.formats import Packed
 from pallas_kernels.index_select import BlockSelection
 
 
@@ -285,14 +285,9 @@ class Model(nn.Module):
         inputs = [self.engram[str(n)](rows[n]) for n in layers]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
 
-    def declare_all(self, state: ModelState, batch: TokenBatch) -> jax.Array:
-        """Touches every parameter once; for ``init`` and ``eval_shape``."""
-        text, rows = self.settings.text, None
-        if not self.settings.engram_in_step:
-            zeros = FP8_E8M0.zeros((*batch.tokens.shape, text.engram_columns), text.engram_head_dim)
-            rows = dict.fromkeys(text.engram_layer_ids, zeros)
-        segment, delta = self.encode(state, batch, engram_rows=rows)
-        return self.logits(self.decode(state.replace(memory=delta.memory), segment, engram_rows=rows).hidden)
+    def declare_all(self) -> None:
+        """Declares every parameter; for ``init`` under ``eval_shape``."""
+        declare_parts(self)
 
 
 def split_of(settings: Settings, queries: int) -> Split:

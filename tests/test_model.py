@@ -12,10 +12,9 @@ import pytest
 from dsv41.checkpoint import abstract_parameters
 from dsv41.checkpoint.placement import flatten_tree
 from dsv41.config import load_config
-from dsv41.declared import abstract_variables
-from dsv41.model import Model, TokenBatch
+from dsv41.declared import abstract_variables, declared_variables
+from dsv41.model import Model
 from dsv41.settings import Settings
-from dsv41.state.request import create_state
 from tests.conftest import GOLDEN
 
 OFFICIAL = pathlib.Path(__file__).parent.parent / "configs" / "deepseek-v4.1-flash"
@@ -36,10 +35,7 @@ def test_modules_declare_exactly_the_public_tensors(directory: pathlib.Path):
 
 def test_every_parameter_names_its_axes():
     settings = Settings.default(load_config(OFFICIAL))
-    state = jax.eval_shape(lambda: create_state(settings, 1, 1, 1))
-    batch = TokenBatch(jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
-    model = Model(settings)
-    boxed = jax.eval_shape(lambda s, b: model.init(jax.random.key(0), s, b, method="declare_all"), state, batch)
+    boxed = {"params": declared_variables(Model(settings))}
     is_box = lambda x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
     leaves = jax.tree_util.tree_flatten_with_path(boxed["params"], is_leaf=is_box)[0]
     named = set()

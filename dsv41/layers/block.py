@@ -11,7 +11,7 @@ from dsv41.layer_table import LayerKind, Mode
 from dsv41.layers.attention import Attention
 from dsv41.layers.engram import add_engram, engram_gate
 from dsv41.layers.flow import Flow, LayerInputs, LayerOutputs, Step
-from dsv41.layers.linear import RMSNorm
+from dsv41.layers.linear import RMSNorm, declare_parts
 from dsv41.layers.mhc import cross, declare_hyper_connection, mix_streams, update_streams
 from dsv41.layers.moe import ExpertMatrices, MixtureOfExperts
 from dsv41.settings import Settings
@@ -45,6 +45,11 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(settings, text.hidden_size, "embed")
         self.hc_attn = declare_hyper_connection(self, settings, "attn")
         self.hc_ffn = declare_hyper_connection(self, settings, "ffn")
+
+    def declare_in_loop(self, flow: None, inputs: None, step: None, experts: None) -> tuple[None, None]:
+        """See :func:`~dsv41.layers.linear.declare_parts`."""
+        declare_parts(self)
+        return None, None
 
     def write_memory(self, flow: Flow, inputs: LayerInputs, step: Step) -> tuple[Flow, Projections | None]:
         """Appends this KV source's entries for the streams that enter it, without running the layer."""

@@ -18,7 +18,7 @@ from einops import rearrange
 from dsv41.layer_table import LayerKind, Mode
 from dsv41.layers.attention import Attention
 from dsv41.layers.flow import RotaryTable
-from dsv41.layers.linear import Linear, RMSNorm, WideLinear, declare
+from dsv41.layers.linear import Linear, RMSNorm, WideLinear, declare, declare_parts
 from dsv41.layers.mhc import cross, declare_hyper_connection, first_mix, mix_streams, update_streams
 from dsv41.layers.moe import MixtureOfExperts
 from dsv41.numerics.rotary import rotary_table, window_frequencies
@@ -216,12 +216,6 @@ class Drafter(nn.Module):
     def _rope(self, positions: jax.Array) -> RotaryTable:
         return rotary_table(positions, window_frequencies(self.settings.text))
 
-    def declare_all(self, taps: jax.Array, x: jax.Array, ring: Ring) -> jax.Array:
-        """Touches every parameter once; for ``init`` and ``eval_shape``."""
-        batch, block = x.shape[:2]
-        start = jnp.zeros((batch,), jnp.int32)
-        self.entries(taps, jnp.zeros(taps.shape[1:3], jnp.int32))
-        hidden = self.hidden(x, ring, start)
-        self.norm(hidden)
-        bias = self.markov(jnp.zeros((batch, block), jnp.int32))
-        return self.confidence(hidden, bias.embedding)
+    def declare_all(self) -> None:
+        """Declares every parameter; for ``init`` under ``eval_shape``."""
+        declare_parts(self)

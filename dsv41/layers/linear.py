@@ -26,6 +26,21 @@ def declare(module: nn.Module, name: str, shape: tuple[int, ...], dtype: jnp.dty
     return module.param(name, nn.with_logical_partitioning(nn.initializers.zeros, axes), shape, dtype)
 
 
+def declare_parts(module: nn.Module) -> None:
+    """Has all modules inside a module declare their parameters, without a step that would use them.
+
+    Flax sets a module up, and so has it declare, when something of it is first read. What runs as a loop declares its
+    stacked parameters in one: its class has a method ``declare_in_loop`` that takes a loop's arguments.
+    """
+    getattr(module, "parts", None)
+    own = [value for name, value in vars(module).items() if name != "parent"]
+    for part in jax.tree.leaves(own, is_leaf=lambda leaf: isinstance(leaf, nn.Module)):
+        if hasattr(part, "declare_in_loop"):
+            part.declare_in_loop(None, None, None, None)
+        elif isinstance(part, nn.Module):
+            declare_parts(part)
+
+
 class Linear(nn.Module):
     """y = x·Wᵀ with W in the public orientation [out, in], no bias.
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from dsv41.layer_table import Group, Layer, Mode, Run, stack_plan
 from dsv41.layers.block import Block
 from dsv41.layers.flow import Flow, LayerInputs, LayerOutputs, Step
+from dsv41.layers.linear import declare_parts
 from dsv41.layers.moe import ExpertMatrices
 from dsv41.settings import Settings
 from dsv41.state.tail import Tails
@@ -54,6 +55,7 @@ def _loop(module: type[nn.Module], length: int) -> type[nn.Module]:
         split_rngs={"params": True},
         in_axes=(0, nn.broadcast, nn.broadcast),
         length=length,
+        methods=("__call__", "declare_in_loop"),
         metadata_params={nn.PARTITION_NAME: "layers"},
         # The check traces every body a second time, at every level of nesting; our bodies broadcast nothing back.
         check_constancy_invariants=False,
@@ -77,6 +79,11 @@ class GroupBlock(nn.Module):
             _block(self.settings, run.count)(self.settings, run.kind, has_engram, has_tap, self.appends)
             for run, (has_engram, has_tap) in zip(self.runs_plan, self.flags, strict=True)
         ]
+
+    def declare_in_loop(self, flow: None, inputs: None, step: None, experts: None) -> tuple[None, None]:
+        """See :func:`~dsv41.layers.linear.declare_parts`."""
+        declare_parts(self)
+        return None, None
 
     def __call__(
         self,
