@@ -37,7 +37,7 @@ from dsv41.training.forward import Outputs, TrainBatch
 from dsv41.training.optimizers import OptimizerConfig, make_optimizer, parameter_groups
 from dsv41.verification.drafts_gradient import compare_draft_gradients
 from dsv41.verification.golden import Golden
-from dsv41.verification.table import failed
+from dsv41.verification.table import failed, relative_rms
 from tests.conftest import GOLDEN
 from tests.helpers import mini8_config, random_tokens, with_text
 
@@ -125,14 +125,21 @@ def _is_pair(x) -> bool:
 
 
 def test_loss_and_gradients_with_rounding_are_the_reference_s():
-    """Without it: tests/test_verify.py. Nothing flips in this shallow backbone: one is as exact as the other."""
+    """Without it: tests/test_verify.py.
+
+    Where no value of the backbone falls to the other side of its rounding, all are within 2e-5; one that does, as on
+    some processors, moves gradients by 2e-3. Without rounding they would be up to 0.14 away.
+    """
     golden = Golden(GOLDEN / "mini8" / "f32", checkpoint=GOLDEN / "mini8" / "fp8")
     settings = Settings.for_training(golden.config, RoundingPolicy.preset("cache"))
     variables = golden.variables(Model(settings))
     params = golden.drafter_variables(Drafter(settings))["params"]
     rows = compare_draft_gradients(golden, variables, params, "cache")
     assert not failed(rows)
-    assert max(r.error for r in rows) < 1e-4
+    assert max(r.error for r in rows) < 5e-3
+    expected = golden.tensors("expected_dspark")
+    unrounded = {key: expected[key.removeprefix("quant.")] for key in expected if key.startswith("quant.grad.")}
+    assert max(relative_rms(value, expected[key]) for key, value in unrounded.items()) > 0.1
     assert [r.note.split(";")[0] for r in rows[1:]] == ["37", "12", "3"]
 
 
