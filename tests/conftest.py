@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # A compiled program is dozens of memory mappings, of which Linux allows a process 65,530: beyond them XLA crashes.
 _MAPPINGS = pathlib.Path("/proc/self/maps")
-_MANY_MAPPINGS = 30_000
+_MANY_MAPPINGS = 50_000
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

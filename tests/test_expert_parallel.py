@@ -15,12 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import topologies
 
+from dsv41.planning.compiled import topology_devices
+from dsv41.planning.schedule import scheduled_collectives
 from dsv41.sharding import experts as dispatching
 from dsv41.sharding.exchange import capacity, line_up, rows_of_round, share, slices_of, slots_of_round
 from dsv41.sharding.experts import dispatch, over_experts
 from dsv41.sharding.mesh import load_preset, parse_preset
 from dsv41.sharding.parallel import Parallel
 from dsv41.sharding.rules import MeshError
+from dsv41.sharding.steps import compiler_options
 from pallas_kernels.expert_matmul import ExpertWeights, expert_matmul
 from pallas_kernels.formats import FP4_E8M0, DenseFormat
 
@@ -310,3 +313,35 @@ def test_the_exchange_compiles_for_tpus_as_ragged_collectives(
     text = run.trace(*arguments).lower(lowering_platforms=("tpu",)).compile().as_text()
     assert "ragged-all-to-all" in text
     assert not re.search(r"= \S+ all-to-all\(", text)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
+def test_exchanges_on_tpus_wait_for_nothing(chip: str):
+    """With what a step's compiler is told: what runs meanwhile in the official model is in tests/test_aot.py."""
+    pytest.importorskip("libtpu")
+    devices = topology_devices(f"{chip}:2x2x1")
+    parallel = parse_preset("test", {"axes": {"expert": len(devices)}, "dispatch": "exchange"}).parallel(devices)
+    rows, held, width = 64 * len(devices), 3, 512
+
+    def sums(params: jax.Array, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+        def compute(params, x, experts, weights):
+            weight = jnp.sum(jnp.where(experts < held, weights, 0), axis=-1)
+            return (x @ params[0]).astype(jnp.float32) * weight[:, None]
+
+        return over_experts(parallel, x, experts, weights, held * len(devices), compute, params)
+
+    spec = parallel.spec("experts")
+    whole = jax.sharding.NamedSharding(parallel.mesh, spec)
+    mapped = jax.shard_map(sums, mesh=parallel.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    shapes = (
+        ((held * len(devices), width, width), jnp.bfloat16),
+        ((rows, width), jnp.bfloat16),
+        ((rows, 6), jnp.int32),
+        ((rows, 6), jnp.float32),
+    )
+    arguments = [jax.ShapeDtypeStruct(*shape, sharding=whole) for shape in shapes]
+    text = jax.jit(mapped, compiler_options=compiler_options(parallel)).trace(*arguments).lower().compile().as_text()
+    exchanges = [s for s in scheduled_collectives(text) if s.kind == "ragged-all-to-all"]
+    assert sum(s.count for s in exchanges) >= 3
+    assert None not in {s.beside for s in exchanges}

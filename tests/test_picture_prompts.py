@@ -209,9 +209,10 @@ def test_golden_prompts_from_their_patches(rounded_mini8):
     state = fresh_state(model.settings)
     _, found = prefill(model, variables, state, ALL_SLOTS[:3], prompts, options, images=images)
     errors = np.abs(np.asarray(found) - np.stack(wanted))
-    # A rounding may flip (see dsv41.verification.limits), but hardly in most of three prompts.
-    assert np.sum(errors.max(-1) <= 1e-3) >= 2
-    assert np.median(errors) <= 1e-5
+    # A rounding may flip (see dsv41.verification.limits), which moves logits by some 1e-3, but hardly in all prompts;
+    # embeddings that are off by a thousandth move those of every prompt by 0.09 and more.
+    assert errors.max() <= 2e-2
+    assert errors.max(-1).min() <= 1e-4
 
 
 # The engine

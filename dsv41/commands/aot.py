@@ -59,6 +59,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="E",
         help="what the compiler spends on the program's speed, -1 … 1; default: 0, of train -1",
     )
+    parser.add_argument(
+        "--compiler-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="one more thing to tell the compiler, true, false or a number, by XLA's or libtpu's name; may be repeated",
+    )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write everything to this file")
     parser.add_argument("--save", type=pathlib.Path, metavar="FILE", help="also write the serialised executable")
 
@@ -69,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_others(args)
     if args.effort is not None and not -1 <= args.effort <= 1:
         raise OptionError(f"--effort {args.effort}: not between -1 and 1")
+    _options(args)
     compiled, record = _training(args) if args.step == _TRAIN else _inference(args)
     _print(record)
     if args.json is not None:
@@ -97,7 +105,17 @@ def _options(args: argparse.Namespace) -> dict[str, bool | float]:
     effort = args.effort if args.effort is not None else _TRAIN_EFFORT if args.step == _TRAIN else 0.0
     if effort:
         options["exec_time_optimization_effort"] = effort
-    return options | chip_of(args.topology).training_options if args.step == _TRAIN else options
+    if args.step == _TRAIN:
+        options |= chip_of(args.topology).training_options
+    return options | dict(map(_compiler_option, args.compiler_option))
+
+
+def _compiler_option(given: str) -> tuple[str, bool | float]:
+    name, _, value = given.partition("=")
+    try:
+        return name, {"true": True, "false": False}[value] if value in ("true", "false") else float(value)
+    except ValueError:
+        raise OptionError(f"--compiler-option {given}: not NAME=true, NAME=false or NAME=NUMBER") from None
 
 
 def _say(message: str) -> None:
@@ -209,6 +227,7 @@ def _record(
         "options": _options(args),
         "collectives": [dict(c._asdict()) for c in compiled.collectives],
         "link_bytes": sum(c.bytes for c in compiled.collectives),
+        "schedule": [dict(s._asdict()) for s in compiled.schedule],
         "back_ends": compiled.back_ends,
     }
 
@@ -225,8 +244,8 @@ def _print(record: dict[str, Any]) -> None:
         f"{record['topology']}, mesh {mesh['name']} ({axes}): {record['step']}, {record['batch']} {rows} of "
         f"{record['context']} tokens; compiled in {record['compile_s']:.0f} s"
     )
-    for name, value in record["options"].items():
-        console.print(f"compiler option: {name} {value}")
+    if options := record["options"]:
+        console.print("compiler options: " + ", ".join(f"{name} {value}" for name, value in options.items()))
     if record["memory_bytes"]:
         memory = Table("memory of a device", "GiB")
         for name, size in record["memory"].items():
@@ -240,6 +259,11 @@ def _print(record: dict[str, Any]) -> None:
     for c in record["collectives"]:
         links.add_row(c["kind"], " × ".join(c["axes"]), str(c["parts"]), str(c["count"]), f"{c['bytes'] / 1e6:.2f}")
     console.print(links)
+    schedule = Table("places in the program", "of", "as", "products and kernels that run meanwhile")
+    for s in record["schedule"]:
+        beside = "waits" if s["beside"] is None else ", ".join(s["beside"]) or "none"
+        schedule.add_row(str(s["count"]), s["module"] or "–", s["kind"], beside)
+    console.print(schedule)
     if "floors_s" in record:
         floors = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in record["floors_s"].items())
         console.print(

@@ -21,6 +21,7 @@ from dsv41.declared import abstract_variables
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model, TokenBatch
 from dsv41.planning.collectives import Collective, collectives
+from dsv41.planning.schedule import Scheduled, scheduled_collectives
 from dsv41.settings import Settings
 from dsv41.sharding.mesh import MeshPreset
 from dsv41.sharding.rules import MeshError
@@ -51,6 +52,7 @@ class Compiled:
       results: that take no argument's buffer.
       code: of the program.
       compile_s: seconds to trace, lower and compile.
+      schedule: what runs beside the program's collectives.
       back_ends: what each operation runs on, with the reasons for fallbacks.
       executable: None if the memory does not suffice.
       misfit: what does not fit and by how much; None if all does.
@@ -62,6 +64,7 @@ class Compiled:
     code: int
     compile_s: float
     collectives: list[Collective]
+    schedule: list[Scheduled]
     back_ends: dict[str, list[str]]
     executable: jax.stages.Compiled | None
     misfit: str | None
@@ -145,7 +148,7 @@ def compile_traced(
             if misfit is None:
                 raise
             seconds = time.perf_counter() - begin
-            return Compiled(0, 0, 0, 0, seconds, found, back_ends, None, misfit)
+            return Compiled(0, 0, 0, 0, seconds, found, [], back_ends, None, misfit)
     memory = executable.memory_analysis()
     return Compiled(
         arguments=memory.argument_size_in_bytes,
@@ -154,6 +157,7 @@ def compile_traced(
         code=memory.generated_code_size_in_bytes,
         compile_s=time.perf_counter() - begin,
         collectives=found,
+        schedule=scheduled_collectives(executable.as_text()),
         back_ends=back_ends,
         executable=executable,
         misfit=None,

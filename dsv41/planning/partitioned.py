@@ -50,9 +50,9 @@ def partitioned_collectives(text: str, sizes: Mapping[str, int]) -> list[Collect
       text: of ``Compiled.as_text()``.
       sizes: of the mesh's axes, in their order.
     """
-    computations, entry = _computations(text)
+    bodies, entry = computations(text)
     totals: dict[tuple[str, tuple[str, ...], int], tuple[int, float]] = {}
-    for operation, times in _operations(computations, entry, 1):
+    for operation, times in _operations(bodies, entry, 1):
         parts = len(operation.devices)
         key = operation.kind, _axes(operation.devices, sizes), parts
         count, nbytes = totals.get(key, (0, 0.0))
@@ -61,7 +61,7 @@ def partitioned_collectives(text: str, sizes: Mapping[str, int]) -> list[Collect
     return sorted(found, key=lambda c: -c.bytes)
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
     """Lines of each computation, and the name of the first to run."""
     found: dict[str, list[str]] = {}
     entry, lines = "", []

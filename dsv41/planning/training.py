@@ -98,7 +98,7 @@ def compile_training(
             f"does not fit: masters, optimizer state and rounded parameters alone need {sum(held) / 2**30:.2f} GiB of "
             f"{device_bytes / 2**30:.2f} a device, {(sum(held) - device_bytes) / 2**30:.2f} too many; not compiled"
         )
-        return Compiled(0, 0, 0, 0, 0.0, [], {}, None, misfit), held
+        return Compiled(0, 0, 0, 0, 0.0, [], [], {}, None, misfit), held
 
     def array(shape: tuple[int, ...], spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(parallel.mesh, spec))

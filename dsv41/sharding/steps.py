@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dsv41.declared import parameter_partitions
 from dsv41.layers.dspark import Drafter
 from dsv41.model import Model
+from dsv41.sharding.chips import TPU_OPTIONS
 from dsv41.sharding.parallel import Parallel
 from dsv41.state.request import ModelState
 from dsv41.state.ring import Ring
@@ -111,7 +112,9 @@ def sharded_step(
             # Every device of a tensor or context group computes the same replicated values, which cannot be inferred.
             run = jax.shard_map(part, mesh=parallel.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
             # What a step does not read (the decoder's weights in a prefill) is there all the same, and counts as such.
-            return jax.jit(run, donate_argnums=tuple(i - static for i in donate), keep_unused=True), in_specs
+            donated = tuple(i - static for i in donate)
+            options = compiler_options(parallel)
+            return jax.jit(run, donate_argnums=donated, keep_unused=True, compiler_options=options), in_specs
 
         def bound(args: tuple, options: dict) -> tuple:
             given = signature.bind(*args, **options)
@@ -142,6 +145,11 @@ def sharded_step(
         return call
 
     return decorate
+
+
+def compiler_options(parallel: Parallel) -> dict[str, bool] | None:
+    """What a step's compiler is told on the mesh's devices."""
+    return dict(TPU_OPTIONS) if parallel.mesh.devices.flat[0].platform == "tpu" else None
 
 
 def place(tree: Any, spec: Any, parallel: Parallel) -> Any:
