@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -126,8 +127,10 @@ def parallel_of(shards: int) -> Parallel:
 
 
 @functools.cache
-def outcome(shards: int, columns: bool = False) -> dict[str, np.ndarray]:
+def outcome(shards: int, columns: bool = False, room: int = 99) -> dict[str, np.ndarray]:
     """Selection, reselection and attention over requests whose pages, and perhaps columns, lie on so many devices.
+
+    Each attends to ``room`` of the entries that it holds at once.
 
     Index scores are small integers: many tie, and no order of summation matters.
     """
@@ -190,15 +193,24 @@ def outcome(shards: int, columns: bool = False) -> dict[str, np.ndarray]:
     if shards > 1:
         spec = PartitionSpec()
         step = jax.shard_map(step, mesh=parallel.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.tree.map(np.asarray, jax.jit(step)(arrays, table))
+    with mock.patch.object(context, "room", lambda chosen, _: min(room, chosen)):
+        return jax.tree.map(np.asarray, jax.jit(step)(arrays, table))
 
 
-@pytest.mark.parametrize(("shards", "columns"), [(8, False), (2, True)])
-def test_shards_choose_and_attend_as_one_device(shards: int, columns: bool):
-    ours, wanted = dict(outcome(shards, columns)), dict(outcome(1))
+@pytest.mark.parametrize(("shards", "columns", "room"), [(8, False, 99), (2, True, 3)])
+def test_shards_choose_and_attend_as_one_device(shards: int, columns: bool, room: int):
+    ours, wanted = dict(outcome(shards, columns, room)), dict(outcome(1))
     np.testing.assert_allclose(ours.pop("out"), wanted.pop("out"), rtol=0, atol=1e-6)
     assert ours.keys() == wanted.keys()
     for name, value in ours.items():
         np.testing.assert_array_equal(value, wanted[name], err_msg=name)
     assert (ours["indices"] >= 0).any()
     np.testing.assert_array_equal(ours["alone"], ours["indices"])
+
+
+def test_a_shard_has_room_for_its_share_of_the_choices():
+    """Half of 512 on four shards, a quarter on eight; on two there is little to spare, and of few entries nothing."""
+    assert [context.room(512, shards) for shards in (2, 4, 8, 32)] == [512, 256, 128, 64]
+    assert context.room(48, 8) == 48
+    held = np.random.default_rng(0).binomial(512, 1 / 4, 10_000)
+    assert (held <= context.room(512, 4)).all()

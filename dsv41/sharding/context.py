@@ -6,7 +6,9 @@ holds of a request it sees as a request of its own: page j // C of it is page j 
 together, the visible entries of the whole are the first few of each shard.
 
     selection   each shard chooses its best entries; all shards get the best of these, by their numbers in the whole
-    attention   each shard attends to those it holds, the first one to the window too; sums come together
+    attention   each shard attends to those it holds, the first one to the window too; sums come together. Of a query's
+                chosen entries a shard holds about its share: it takes as many at once, and the rest, where one is left,
+                in further rounds
 
 Numbers of candidate blocks go the same way as entries': a page is a whole number of blocks.
 
@@ -19,6 +21,8 @@ Every function here is its single-device counterpart where the context is not di
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +36,13 @@ from pallas_kernels.formats import Format, Packed
 from pallas_kernels.index_select import BlockSelection, Selection, index_reselect, index_select
 from pallas_kernels.index_select.best import best, best_blocks
 from pallas_kernels.sparse_attention import Partial, merge_partials, sparse_attention
-from pallas_kernels.sparse_attention.partial import finite_top
+from pallas_kernels.sparse_attention.partial import finite_top, join_partials
+
+_EVEN_SHARE, _DEVIATIONS = 1.25, 5
+"""Room of a round: a shard's share of the chosen entries, times the first, and its deviations beyond that."""
+
+_TILE = 64
+"""Kernels take chosen entries in multiples of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,23 +237,47 @@ def attend(
         return sparse_attention(
             queries, local, local_fmt, local_valid, pool, pool_fmt, page_table, indices, sink, rotation, reach, **static
         )
-    partial = sparse_attention(
-        split.whole(queries),
-        local,
-        local_fmt,
-        # Every shard has the window; it counts once.
-        local_valid & (share.shard == 0),
-        pool,
-        pool_fmt,
-        page_table,
-        share.held(indices, pool.payload.shape[1]),
-        sink,
-        rotation,
-        reach,
-        **static,
-        return_partial=True,
-    )
-    return _joined(split, partial, sink, queries.dtype)
+    queries_of_all = split.whole(queries)
+
+    def partial(valid: jax.Array, columns: jax.Array) -> Partial:
+        arrays = (queries_of_all, local, local_fmt, valid, pool, pool_fmt, page_table, columns, sink, rotation, reach)
+        return sparse_attention(*arrays, **static, return_partial=True)
+
+    # Every shard has the window; it counts once.
+    found = _in_rounds(partial, local_valid & (share.shard == 0), share.held(indices, pool.payload.shape[1]), share)
+    return _joined(split, found, sink, queries.dtype)
+
+
+def room(chosen: int, shards: int) -> int:
+    """How many of a query's chosen entries one of the shards takes at once: more than it holds, but for bad luck.
+
+    All of them where that would spare less than a quarter.
+    """
+    mean = chosen / shards
+    some = -(-math.ceil(_EVEN_SHARE * mean + _DEVIATIONS * math.sqrt(mean)) // _TILE) * _TILE
+    return some if some <= 3 * chosen // 4 else chosen
+
+
+def _in_rounds(
+    partial: Callable[[jax.Array, jax.Array], Partial], local_valid: jax.Array, held: jax.Array, share: Share
+) -> Partial:
+    """``partial`` of the window and of held entries, int32 ``[batch, query, chosen]``, −1 for those held elsewhere."""
+    chosen = held.shape[-1]
+    width = room(chosen, share.shards)
+    if width == chosen:
+        return partial(local_valid, held)
+    order = jnp.argsort(held < 0, axis=-1, stable=True)
+    held = jnp.take_along_axis(held, order, axis=-1)
+    rounds = -(-jnp.max(jnp.sum(held >= 0, axis=-1)) // width)
+    held = jnp.pad(held, ((0, 0), (0, 0), (0, -chosen % width)), constant_values=-1)
+
+    def one_more(number: jax.Array, found: Partial) -> Partial:
+        columns = lax.dynamic_slice_in_dim(held, number * width, width, axis=2)
+        more = partial(jnp.zeros_like(local_valid), columns)
+        # An empty part changes nothing, to the bit: what a query gets does not depend on others' rounds.
+        return join_partials(jax.tree.map(lambda *parts: jnp.stack(parts), found, more))
+
+    return lax.fori_loop(1, rounds, one_more, partial(local_valid, held[..., :width]))
 
 
 def _joined(split: Split, partial: Partial, sink: jax.Array, dtype: jnp.dtype) -> jax.Array:
