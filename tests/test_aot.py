@@ -172,14 +172,13 @@ def test_the_plan_agrees_with_what_was_compiled(record: pathlib.Path):
     if data["step"] == "decode":
         assert plan.ledger.total.links == pytest.approx(data["link_bytes"], rel=0.01)
     assert any("tpu" in names for names in data["back_ends"]["sparse_attention"])
-    # Where rows are exchanged they travel beside other work; in a long step that is, in most kinds of layer, the shared
-    # expert's.
+    # Where rows are exchanged most travel beside other work, in a long step the shared expert's too.
     exchanges = [s for s in data["schedule"] if s["kind"] == "ragged-all-to-all"]
     assert bool(exchanges) == (data["step"] != "decode")
     if exchanges:
         assert {s["module"] for s in exchanges} == {"ffn/experts"}
         waiting = sum(s["count"] for s in exchanges if s["beside"] is None)
-        assert waiting < 0.2 * sum(s["count"] for s in exchanges)
+        assert waiting < 0.4 * sum(s["count"] for s in exchanges)
     if data["step"] == "prefill":
         hidden = sum(s["count"] for s in exchanges if "ffn/shared_experts" in (s["beside"] or ()))
         assert hidden > len({row.kind for row in settings.table.encoder}) / 2
@@ -209,7 +208,7 @@ def test_training_records_are_of_this_step(record: pathlib.Path):
 def test_there_are_records_for_every_pod():
     steps = {(json.loads(path.read_text())["topology"], json.loads(path.read_text())["step"]) for path in RECORDS}
     assert {("v6e:16x16", step) for step in ("decode", "prefill", "verify")} <= steps
-    assert {("v5p:4x4x8", "decode"), ("tpu7x:4x4x4", "decode")} <= steps
+    assert {(pod, step) for pod in ("v5p:4x4x8", "tpu7x:4x4x4") for step in ("decode", "prefill")} <= steps
     trained = {(data["topology"], data["fits"]) for data in (json.loads(path.read_text()) for path in TRAINING)}
     assert {("v5p:4x4x8", True), ("tpu7x:4x4x4", True), ("v6e:16x16", False)} <= trained
 
