@@ -261,6 +261,15 @@ def test_data_that_ends_too_early_is_an_error(tmp_path):
         run(tmp_path, Short(), steps=5)
 
 
+@pytest.fixture
+def _interruptible():
+    """As in a terminal: a process that a shell starts in the background ignores the key."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_the_interrupt_key_saves_and_a_second_one_ends_at_once(tmp_path):
     class Interrupting(Batches):
         presses = 1
