@@ -159,7 +159,8 @@ def _backward(link: Link, compute: Compute, saved: tuple, dy: jax.Array):
 
     def one(number: jax.Array, sums: tuple) -> tuple:
         rows, ids, scales = _received(link, route, number, x, experts, weights)
-        dsum = _delivered(link, route, number, dy)
+        # What nobody sent has no expert, but a gradient multiplies it with what did not arrive for it.
+        dsum = jnp.where(_arrived(link, route, number)[:, None], _delivered(link, route, number, dy), 0)
 
         def computed(values: list, rows: jax.Array, scales: jax.Array) -> jax.Array:
             whole = list(leaves)
@@ -228,14 +229,14 @@ def _received(
     choices = jnp.concatenate([chosen, scales], axis=-1)  # one small collective instead of two
     choices = _travel(link, choices.reshape(link.parts * link.capacity, -1), sent, due)
     chosen, scales = jnp.split(choices, 2, axis=-1)
-    arrived = (jnp.arange(link.capacity) < due[:, None]).reshape(-1, 1)
+    arrived = _arrived(link, route, number)[:, None]
     chosen = jnp.where(arrived, chosen, link.held)
     scales = jnp.where(arrived, lax.bitcast_convert_type(scales, weights.dtype), 0)
     return _delivered(link, route, number, x), chosen, scales
 
 
 def _delivered(link: Link, route: _Route, number: jax.Array, x: jax.Array) -> jax.Array:
-    """Rows that other devices' ``x`` [rows, d] has for this one in a round: ``[parts · capacity, d]``, else zeros."""
+    """Rows that other devices' ``x`` [rows, d] has for this one in a round ``[parts · capacity, d]``, else anything."""
     source = rows_of_round(route.queues, number, link.capacity).reshape(-1)
     packed = x.at[source].get(mode="fill", fill_value=0)
     return _travel(link, packed, _sizes(link, route.queues.count, number), _sizes(link, route.due, number))
@@ -250,6 +251,11 @@ def _returned(link: Link, route: _Route, number: jax.Array, y: jax.Array) -> jax
     back = _travel(link, y, _sizes(link, route.due, number), _sizes(link, route.queues.count, number))
     slots = slots_of_round(route.queues, number, link.capacity)
     return back.at[slots].get(mode="fill", fill_value=0).astype(jnp.float32)
+
+
+def _arrived(link: Link, route: _Route, number: jax.Array) -> jax.Array:
+    """Which rows of a round's buffers came from another device: bool ``[parts · capacity]``."""
+    return (jnp.arange(link.capacity) < _sizes(link, route.due, number)[:, None]).reshape(-1)
 
 
 def _sizes(link: Link, length: jax.Array, number: jax.Array) -> jax.Array:
@@ -269,9 +275,10 @@ def slices_of(rows: jax.Array, capacity: int, wanted: int) -> tuple[jax.Array, j
 
 
 def _travel(link: Link, packed: jax.Array, sent: jax.Array, due: jax.Array) -> jax.Array:
-    """Sends rows ``[parts · capacity, width]``, of each device's ``capacity`` the first ``sent``; zeros beyond ``due``.
+    """Sends rows ``[parts · capacity, width]``, of each device's ``capacity`` the first ``sent``.
 
-    Where the platform can, only rows that exist travel; otherwise whole buffers do.
+    Where the platform can, only rows that exist travel; otherwise whole buffers do. Beyond ``due`` stands anything: in
+    a prefill chunk of the official model (PODS.md), to clear the buffers would be 0.66 GB a layer, 0.4 ms of a v6e.
     """
 
     def ragged(slices: int, packed: jax.Array, sent: jax.Array, due: jax.Array) -> jax.Array:
@@ -280,7 +287,8 @@ def _travel(link: Link, packed: jax.Array, sent: jax.Array, due: jax.Array) -> j
         here = jnp.arange(link.parts, dtype=jnp.int32)[:, None] * link.capacity + begin
         there = jnp.broadcast_to(lax.axis_index(link.axes) * link.capacity + begin, here.shape)
         offsets = (here.reshape(-1), sent.reshape(-1), there.reshape(-1), due.reshape(-1))
-        return lax.ragged_all_to_all(packed, jnp.zeros_like(packed), *offsets, axis_name=link.axes)
+        empty = lax.empty(packed.shape, packed.dtype)
+        return lax.ragged_all_to_all(packed, empty, *offsets, axis_name=link.axes)
 
     def dense(packed: jax.Array, sent: jax.Array, due: jax.Array) -> jax.Array:
         return lax.all_to_all(packed, link.axes, split_axis=0, concat_axis=0, tiled=True)
