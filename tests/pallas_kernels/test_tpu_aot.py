@@ -153,6 +153,7 @@ CASES: dict[str, tuple[str, Callable[[], tuple[dict, dict]]]] = {
     "experts, prefill": ("expert_matmul", functools.partial(_experts, 1024)),
     # Two devices share every expert.
     "experts, half of each": ("expert_matmul", functools.partial(_experts, 64, 1152)),
+    "select, short context": ("index_select", functools.partial(_select, 64, 1, 64)),
     "select, draft": ("index_select", functools.partial(_select, 64, 6, 256)),
     "select, prefill": ("index_select", functools.partial(_select, 1, 1024, 1024)),
     "reselect, draft": ("index_reselect", functools.partial(_reselect, 64, 6, 256)),
@@ -204,12 +205,17 @@ LONG: dict[str, str | None] = {
     "experts, one row": "tpu7x",
     "experts, prefill": None,
     "experts, half of each": None,
+    "gather": "v6e",
+    "select, short context": "v6e",
     "select, draft": None,
-    "select, prefill": "v5p",
+    "select, prefill": None,
     "reselect, draft": None,
     "reselect, prefill": None,
     "linear, decode": "tpu7x",
+    "linear, half of an expert": "v5p",
     "linear, prefill": None,
+    "boundary, decode": "tpu7x",
+    "boundary, prefill": "v5p",
 }
 
 
