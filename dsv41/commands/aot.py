@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     _refuse_others(args)
     if args.effort is not None and not -1 <= args.effort <= 1:
         raise OptionError(f"--effort {args.effort}: not between -1 and 1")
-    _options(args)
+    _options(args)  # refuses what it cannot read, before any work
     compiled, record = _training(args) if args.step == _TRAIN else _inference(args)
     _print(record)
     if args.json is not None:

@@ -173,7 +173,7 @@ class Stack(nn.Module):
         gradient of a stack would be added up whole in every iteration.
         """
         group = self.plan[index]
-        if not self.settings.packed_weights or self.is_initializing():
+        if not self.settings.packed_weights:
             return (None,) * len(group.runs)
         params = self.variables["params"][f"groups_{index}"]
 

@@ -21,7 +21,6 @@ Every function here is its single-device counterpart where the context is not di
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dsv41.sharding.exchange import likely_most
 from dsv41.sharding.parallel import Parallel
 from dsv41.sharding.rules import MeshError
 from dsv41.sharding.split import Split
@@ -37,9 +37,6 @@ from pallas_kernels.index_select import BlockSelection, Selection, index_reselec
 from pallas_kernels.index_select.best import best, best_blocks
 from pallas_kernels.sparse_attention import Partial, merge_partials, sparse_attention
 from pallas_kernels.sparse_attention.partial import finite_top, join_partials
-
-_EVEN_SHARE, _DEVIATIONS = 1.25, 5
-"""Room of a round: a shard's share of the chosen entries, times the first, and its deviations beyond that."""
 
 _TILE = 64
 """Kernels take chosen entries in multiples of it."""
@@ -253,8 +250,7 @@ def room(chosen: int, shards: int) -> int:
 
     All of them where that would spare less than a quarter.
     """
-    mean = chosen / shards
-    some = -(-math.ceil(_EVEN_SHARE * mean + _DEVIATIONS * math.sqrt(mean)) // _TILE) * _TILE
+    some = -(-likely_most(chosen / shards) // _TILE) * _TILE
     return some if some <= 3 * chosen // 4 else chosen
 
 

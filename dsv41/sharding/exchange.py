@@ -28,7 +28,7 @@ Compute = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 ``[rows, d]``. Closes over no array."""
 
 _EVEN_SHARE, _DEVIATIONS = 1.25, 5
-"""Room in a round: a queue's mean length at even routing, times the first, and its deviations beyond that."""
+"""Room in a round: a mean, as a queue's length at even routing, times the first, and its deviations beyond that."""
 
 _GPU_SLICES = 512
 """Slices that a GPU's ragged collective is cut into. XLA copies each with one block of threads: on two H200s, 1024 rows
@@ -59,8 +59,12 @@ def share(parts: int, chosen: int) -> float:
 
 def capacity(rows: int, parts: int, chosen: int) -> int:
     """Rows of a round for each device: enough for an even routing of ``rows`` rows with ``chosen`` experts each."""
-    mean = rows * share(parts, chosen)
-    return max(1, min(rows, math.ceil(_EVEN_SHARE * mean + _DEVIATIONS * math.sqrt(mean))))
+    return max(1, min(rows, likely_most(rows * share(parts, chosen))))
+
+
+def likely_most(mean: float) -> int:
+    """What a count with this mean, spread by chance, hardly ever exceeds."""
+    return math.ceil(_EVEN_SHARE * mean + _DEVIATIONS * math.sqrt(mean))
 
 
 class Queues(NamedTuple):
